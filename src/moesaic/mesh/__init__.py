@@ -1,0 +1,1 @@
+"""Ranks, process groups and the device: where a layout meets the machine."""

@@ -1,0 +1,164 @@
+"""The device a process runs on: the only place that talks to `torch.cuda` or to the operating system about memory.
+
+A CPU does the same as a GPU, with nothing to wait for; so everything above runs on a laptop.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags of this processor as the kernel names them; empty where they cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's name for reports."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or this machine's processor.
+
+    `kind` is `cpu` or `cuda`; `torch_device` is what tensors are made on.
+    """
+
+    kind: str
+    torch_device: torch.device
+
+    @property
+    def name(self) -> str:
+        """The hardware's own name."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_name(self.torch_device)
+        return cpu_name()
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device is done. Nothing to wait for on a CPU."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+    def memory_bytes(self) -> int:
+        """Bytes in use now: allocated tensors on CUDA, resident set of the process on a CPU."""
+        if self.kind == "cuda":
+            return int(torch.cuda.memory_allocated(self.torch_device))
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+        except OSError:
+            return self.peak_memory_bytes()
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_memory_bytes(self) -> int:
+        """Highest `memory_bytes` since the process began (CPU) or since the allocator's peak was reset (CUDA)."""
+        if self.kind == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.torch_device))
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generators of the CPU and of the device."""
+        torch.manual_seed(seed)
+        if self.kind == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """State of the generators that `manual_seed` seeds."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.kind == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.torch_device)
+        return state
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Put back what `rng_state` returned."""
+        torch.set_rng_state(state["cpu"])
+        if self.kind == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.torch_device)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether `error` says that the device's memory ran out."""
+        if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+            return True
+        return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+    def matmul_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a plain square matmul on this device with the present number of threads, measured once.
+
+        On a processor without bf16 instructions bf16 products run through fp32 (see `model.kernels`), so there the
+        fp32 rate is the machine's rate for bf16 too.
+        """
+        if self.kind == "cpu" and dtype == torch.bfloat16 and not bf16_is_native():
+            dtype = torch.float32
+        return _measure_matmul(self.kind, str(self.torch_device), dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _measure_matmul(kind: str, where: str, dtype: torch.dtype, threads: int) -> float:
+    n = 1024 if kind == "cpu" else 8192
+    here = device()
+    a = torch.randn(n, n, device=where).to(dtype)
+    b = torch.randn(n, n, device=where).to(dtype)
+    out = torch.empty(n, n, device=where, dtype=dtype)
+    best = float("inf")
+    for _ in range(7):
+        here.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        here.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+@functools.cache
+def bf16_is_native() -> bool:
+    """Whether this processor multiplies bf16 in hardware (AMX or AVX-512 BF16 on x86, the bf16 extension on Arm)."""
+    flags = cpu_flags()
+    if not flags:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+@functools.cache
+def device() -> Device:
+    """The device of this process: the local rank's GPU if there is one, else the processor."""
+    if torch.cuda.is_available():
+        return Device("cuda", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+    return Device("cpu", torch.device("cpu"))
+
+
+def describe() -> dict[str, Any]:
+    """What a report says about the machine."""
+    here = device()
+    return {
+        "device": here.name,
+        "kind": here.kind,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "bf16": here.kind == "cuda" or bf16_is_native(),
+    }

@@ -1,0 +1,1 @@
+"""The decoder: attention, router, experts, losses."""
