@@ -1,0 +1,255 @@
+"""A run file (TOML) and what it means: one object that planner, trainer and report read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from .errors import SpecError
+from .keys import describe, explain, takes_only_text, unknown_table
+from .model import ModelSpec
+from .tables import (
+    TABLES,
+    BalanceTable,
+    ClusterTable,
+    DataTable,
+    LayoutTable,
+    ModelTable,
+    RunTable,
+    Table,
+    TrainTable,
+)
+from .toml import parse_override, read_toml, set_in, write_toml
+
+__all__ = ["RunSpec", "explain", "load_run", "parse_run", "require_single_process", "resolve_balance"]
+
+
+class RunSpec(Table):
+    """A run: seven tables, each with every key filled in."""
+
+    model: ModelTable = Field(default_factory=ModelTable)
+    data: DataTable = Field(default_factory=DataTable)
+    layout: LayoutTable = Field(default_factory=LayoutTable)
+    train: TrainTable = Field(default_factory=TrainTable)
+    balance: BalanceTable = Field(default_factory=BalanceTable)
+    cluster: ClusterTable = Field(default_factory=ClusterTable)
+    run: RunTable = Field(default_factory=RunTable)
+
+    def to_toml(self) -> str:
+        """The resolved run file: every key with its value. `parse_run` of it gives this object back."""
+        return write_toml({name: getattr(self, name).model_dump() for name in TABLES})
+
+    def model_source(self) -> str | dict[str, Any]:
+        """What `load_model_spec` reads: a preset's name, a path, or the keys of a Hugging Face config.
+
+        Raises:
+            SpecError: the table names no model, or more than one, or the config that it overrides cannot be read.
+        """
+        table, inline = self.model, self.model.inline
+        if table.preset is not None and table.hf is not None:
+            raise SpecError(f"[model] names preset {table.preset!r} and hf {table.hf!r}; keep one of the two.")
+        if table.preset is None and table.hf is None:
+            if not inline:
+                raise SpecError("[model] names no model: give preset, hf, or the keys of a Hugging Face config.")
+            if "model_type" not in inline:
+                raise SpecError(
+                    f"[model] has {', '.join(map(repr, inline))}, but neither preset nor hf nor a model_type: "
+                    f"name the model by one of them."
+                )
+            return inline
+        if not inline:
+            return table.preset if table.preset is not None else str(table.hf)
+        return _merged(_preset_config(table.preset) if table.preset is not None else _hf_config(str(table.hf)), inline)
+
+    def model_spec(self) -> ModelSpec:
+        """The model that `[model]` describes.
+
+        Raises:
+            SpecError: the model is unknown, or its keys do not make a model.
+        """
+        from .families import load_model_spec
+
+        return load_model_spec(self.model_source())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, before any are masked."""
+        return self.train.global_batch * self.train.seq_len
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """The run that a TOML file describes, with `table.key=value` overrides applied to it.
+
+    Raises:
+        SpecError: the file, a key, a value, or their combination is wrong.
+    """
+    path = Path(path)
+    return parse_run(read_toml(path), overrides, name=path.stem, source=str(path))
+
+
+def parse_run(
+    tables: dict[str, Any], overrides: Sequence[str] = (), name: str | None = None, source: str = "run file"
+) -> RunSpec:
+    """As `load_run`, from tables that were already read; `name` is the run's name when the file gives none."""
+    tables = _merged({}, tables)
+    for text in overrides:
+        key_path, value, raw = parse_override(text)
+        if key_path[0] not in TABLES:
+            raise SpecError(f"--set {text}: {unknown_table(key_path[0])}")
+        set_in(tables, key_path, raw if takes_only_text(key_path) and not isinstance(value, str) else value)
+    if name:
+        run = tables.setdefault("run", {})
+        if isinstance(run, dict):
+            run.setdefault("name", name)
+    try:
+        spec = RunSpec.model_validate(tables)
+    except ValidationError as error:
+        raise SpecError(f"{source}: {describe(error)}") from None
+    _check(spec)
+    return spec
+
+
+def require_single_process(run: RunSpec) -> None:
+    """Refuses a layout that one process cannot carry out.
+
+    Raises:
+        SpecError: a degree above 1, or a way of working that only exists between processes.
+    """
+    layout = run.layout
+    degrees = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
+    above = {name: degree for name, degree in degrees.items() if degree not in (1, "auto")}
+    if above:
+        product = layout.pp * max(
+            layout.tp * layout.cp * (1 if layout.dp == "auto" else layout.dp), layout.ep * layout.etp
+        )
+        ways = " ".join(f"--set layout.{name}=1" for name in above)
+        shown = ", ".join(f"{name} {degree}" for name, degree in above.items())
+        raise SpecError(f"the layout asks for {shown}, so {product} processes, but this is one: use {ways}.")
+    neutral = {
+        "virtual_stages": (1,),
+        "sharding": ("none",),
+        "dispatcher": ("auto", "local"),
+        "overlap": ("none",),
+        "recompute": ("none", []),
+    }
+    for name, allowed in neutral.items():
+        value = getattr(layout, name)
+        if value not in allowed:
+            raise SpecError(
+                f"layout.{name} is {value!r}, which training in one process does not do: "
+                f"use --set layout.{name}={allowed[0]}."
+            )
+
+
+def resolve_balance(run: RunSpec, spec: ModelSpec) -> tuple[RunSpec, list[str]]:
+    """The run with the model's own auxiliary coefficient where the run file gives none, and sentences that say so.
+
+    Hugging Face's loss is E·Σ f·P with f counted per token over its K experts, so that perfect balance gives K;
+    here perfect balance gives 1, so its coefficient c becomes c·K.
+    """
+    given = run.balance.model_fields_set & {"batch_aux", "sequence_aux", "global_aux", "bias_update"}
+    coefficient = spec.hf_config.get("router_aux_loss_coef")
+    if given or not spec.moe_layers or not coefficient:
+        return run, []
+    moe = spec.layers[spec.moe_layers[0]].moe
+    assert moe is not None
+    value = float(coefficient) * moe.router.top_k
+    balance = run.balance.model_copy(update={"batch_aux": value})
+    note = (
+        f"balance.batch_aux is {value:g}: the model's router_aux_loss_coef {coefficient:g} "
+        f"times top-k {moe.router.top_k}"
+    )
+    return run.model_copy(update={"balance": balance}), [note]
+
+
+def _check(run: RunSpec) -> None:
+    """What no single key can tell: the sentences about keys that do not fit together."""
+    _check_model(run.model)
+    _check_layout(run)
+    train, data = run.train, run.data
+    if train.warmup_steps >= train.steps:
+        raise SpecError(
+            f"train.warmup_steps is {train.warmup_steps}, but there are only {train.steps} steps: "
+            f"make it less than train.steps."
+        )
+    if train.schedule == "wsd" and train.warmup_steps + train.decay_fraction * train.steps > train.steps:
+        raise SpecError(
+            f"warm-up ({train.warmup_steps} steps) and decay ({train.decay_fraction:g} of {train.steps} steps) "
+            f"overlap: lower train.warmup_steps or train.decay_fraction."
+        )
+    if data.validation_path is not None and data.validation_fraction > 0:
+        raise SpecError(
+            f"data.validation_path is {data.validation_path!r} and data.validation_fraction is "
+            f"{data.validation_fraction:g}; held-out data comes from one of them, so remove the other."
+        )
+
+
+def _check_model(table: ModelTable) -> None:
+    if table.preset is not None and table.hf is not None:
+        raise SpecError(f"[model] names preset {table.preset!r} and hf {table.hf!r}; keep one of the two.")
+    if table.init == "hf" and table.hf is None:
+        raise SpecError('model.init is "hf", but model.hf names no folder to take the weights from.')
+    if table.init == "upcycle" and table.upcycle_from is None:
+        raise SpecError('model.init is "upcycle", but model.upcycle_from names no dense model.')
+    if table.init != "upcycle" and table.upcycle_from is not None:
+        raise SpecError(f'model.upcycle_from is set, but model.init is "{table.init}": set it to "upcycle".')
+
+
+def _check_layout(run: RunSpec) -> None:
+    layout, train = run.layout, run.train
+    if layout.dp != "auto":
+        if layout.dp < 1:
+            raise SpecError(f'layout.dp is {layout.dp}, but it takes a degree of at least 1, or "auto".')
+        dense, expert = layout.tp * layout.cp * layout.dp, layout.ep * layout.etp
+        if dense % expert:
+            raise SpecError(
+                f"tp·cp·dp = etp·ep·edp does not hold: {layout.tp}·{layout.cp}·{layout.dp} = {dense} is not a "
+                f"multiple of etp·ep = {layout.etp}·{layout.ep} = {expert}."
+            )
+    dp = 1 if layout.dp == "auto" else layout.dp
+    if train.global_batch % (layout.micro_batch * dp):
+        below = train.global_batch // (layout.micro_batch * dp) * layout.micro_batch * dp
+        ranks = f" times layout.dp {dp}" if dp > 1 else ""
+        near = f"{below} or {below + layout.micro_batch * dp}" if below else str(layout.micro_batch * dp)
+        raise SpecError(
+            f"train.global_batch is {train.global_batch} sequences, not a multiple of layout.micro_batch "
+            f"{layout.micro_batch}{ranks}: use {near}."
+        )
+    if layout.virtual_stages > 1 and layout.pp == 1:
+        raise SpecError(f"layout.virtual_stages is {layout.virtual_stages}, but layout.pp is 1: there is no pipeline.")
+    parts = layout.cp * (2 if layout.cp_kind == "ring" else 1) if layout.cp > 1 else 1
+    if train.seq_len % parts:
+        raise SpecError(
+            f"train.seq_len is {train.seq_len} tokens, which {layout.cp_kind} context parallelism of degree "
+            f"{layout.cp} splits in {parts} equal parts: use a multiple of {parts}."
+        )
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over`; tables in both are merged key by key."""
+    out = dict(base)
+    for key, value in over.items():
+        mine = out.get(key)
+        out[key] = _merged(mine if isinstance(mine, dict) else {}, value) if isinstance(value, dict) else value
+    return out
+
+
+def _preset_config(name: str) -> dict[str, Any]:
+    from .presets import preset_config
+
+    return preset_config(name)
+
+
+def _hf_config(path: str) -> dict[str, Any]:
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"model.hf: {str(file)!r} cannot be read as a config.json: {error}.") from None
+    if not isinstance(config, dict):
+        raise SpecError(f"model.hf: {str(file)!r} holds a {type(config).__name__}, not the keys of a config.")
+    return config
