@@ -1,0 +1,213 @@
+"""The routed experts of one layer, as one autograd function over a rank's own tokens.
+
+Forward: sort the T·K choices by expert once; for each expert gather its rows, multiply, and add the weighted result to
+the tokens' sums. Backward does the same with gradients. No [T·K, D] tensor exists in either direction: rows are
+gathered into, and sums taken from, a workspace that fits one expert. Kept for backward: x, the pre-activations h
+[R, 2F], and the routing; activations are rebuilt from h, outputs are not needed (see `expert_blocks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.model.expert_blocks import (
+    ExpertGrads,
+    ExpertKind,
+    ExpertWeights,
+    as_compute,
+    expert_backward,
+    expert_forward,
+    gather_rows,
+    product_spans,
+)
+from moesaic.model.kernels import compute_dtype
+from moesaic.spec.model import MoeSpec
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The T·K choices of T tokens, sorted by expert.
+
+    order_R: position of each sorted row in the flat [T·K] choices; tokens_R: the token it belongs to;
+    offsets: E + 1 row offsets, expert e owns rows offsets[e] to offsets[e + 1].
+    """
+
+    order_R: Tensor
+    tokens_R: Tensor
+    offsets: list[int]
+
+    @classmethod
+    def sort(cls, ids_TK: Tensor, experts: int) -> Routing:
+        """Stable sort, so rows of an expert keep the order of their tokens."""
+        flat = ids_TK.reshape(-1)
+        order_R = torch.argsort(flat, stable=True)
+        counts_E = torch.bincount(flat, minlength=experts)
+        offsets = [0, *torch.cumsum(counts_E, 0).tolist()]
+        return cls(order_R, order_R // ids_TK.shape[1], offsets)
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: Experts,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        up_EGD: Tensor,
+        down_EDF: Tensor,
+        up_bias_EG: Tensor | None,
+        down_bias_ED: Tensor | None,
+    ) -> Tensor:
+        dtype = compute_dtype(x_TD)
+        routing = Routing.sort(ids_TK, up_EGD.shape[0])
+        weights_R = weights_TK.reshape(-1).index_select(0, routing.order_R).to(dtype)
+        training = any(ctx.needs_input_grad)
+        h_RG = x_TD.new_empty(len(routing.order_R) if training else 0, up_EGD.shape[1])
+        y_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
+        for e, start, end in _busy_experts(routing.offsets):
+            weights = _expert_weights(e, dtype, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
+            for a, b in product_spans(end - start):
+                rows = slice(start + a, start + b)
+                tokens_n, weight_n = routing.tokens_R[rows], weights_R[rows]
+                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                if module.weights_on_input:
+                    x_nD = x_nD.mul_(weight_n[:, None])
+                y_nD = expert_forward(
+                    module.kind,
+                    weights,
+                    x_nD,
+                    None if module.weights_on_input else weight_n,
+                    h_RG[rows] if training else None,
+                )
+                y_TD.index_add_(0, tokens_n, y_nD)
+        if training:
+            ctx.module, ctx.routing, ctx.shape_TK = module, routing, ids_TK.shape
+            ctx.save_for_backward(x_TD, weights_R, h_RG, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
+        return y_TD.to(x_TD.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
+        (grad_y_TD,) = outputs
+        x_TD, weights_R, h_RG, *parameters = ctx.saved_tensors
+        module, routing = ctx.module, ctx.routing
+        dtype = compute_dtype(x_TD)
+        _, _, _, wants_weights, *wanted = ctx.needs_input_grad
+        into, in_place = _gradients(module, parameters, wanted)
+        grad_x_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
+        grad_weights_R = torch.zeros_like(weights_R)
+        grad_y_TD = grad_y_TD.contiguous()
+        for e, start, end in _busy_experts(routing.offsets):
+            weights = _expert_weights(e, dtype, *parameters)
+            grads = ExpertGrads(*(None if g is None else g[e] for g in into))
+            for a, b in product_spans(end - start):
+                rows = slice(start + a, start + b)
+                tokens_n, weight_n = routing.tokens_R[rows], weights_R[rows]
+                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                if module.weights_on_input:
+                    plain_nD, x_nD = x_nD, x_nD * weight_n[:, None]
+                grad_x_nD = expert_backward(
+                    module.kind,
+                    weights,
+                    grads,
+                    x_nD,
+                    None if module.weights_on_input else weight_n,
+                    h_RG[rows],
+                    gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
+                    grad_weights_R[rows] if wants_weights else None,
+                    accumulate=a > 0 or in_place,
+                )
+                if module.weights_on_input:
+                    torch.sum(grad_x_nD * plain_nD, 1, out=grad_weights_R[rows])
+                    grad_x_nD = grad_x_nD.mul_(weight_n[:, None])
+                grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
+        for g in (g for g in into if g is not None and not in_place):
+            for e in range(g.shape[0]):
+                if routing.offsets[e] == routing.offsets[e + 1]:
+                    g[e].zero_()
+        grad_weights_TK = torch.empty(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
+        grad_weights_TK.view(-1).index_copy_(0, routing.order_R, grad_weights_R)
+        returned = [None if in_place else g for g in into]
+        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned
+
+
+def _busy_experts(offsets: list[int]) -> list[tuple[int, int, int]]:
+    return [(e, a, b) for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)) if b > a]
+
+
+def _expert_weights(
+    e: int, dtype: torch.dtype, up_EGD: Tensor, down_EDF: Tensor, up_bias_EG: Tensor | None, down_bias_ED: Tensor | None
+) -> ExpertWeights:
+    return ExpertWeights(
+        as_compute("weight_up", up_EGD[e], dtype),
+        as_compute("weight_down", down_EDF[e], dtype),
+        None if up_bias_EG is None else up_bias_EG[e].to(dtype),
+        None if down_bias_ED is None else down_bias_ED[e].to(dtype),
+    )
+
+
+def _gradients(
+    module: Experts, parameters: list[Tensor | None], wanted: tuple[bool, ...]
+) -> tuple[list[Tensor | None], bool]:
+    """Where the parameters' gradients go, and whether that is their `.grad` (then autograd gets None)."""
+    pairs = list(zip(parameters, wanted, strict=True))
+    if module.accumulate_in_place and all(p.grad is not None for p, want in pairs if p is not None and want):
+        return [p.grad if p is not None and want else None for p, want in pairs], True
+    return [torch.empty_like(p) if p is not None and want else None for p, want in pairs], False
+
+
+class Experts(nn.Module):
+    """E feed-forward experts with stacked weights.
+
+    Parameters: `gate_up` [E, 2F, D] (gate rows, then up rows) and `down` [E, D, F]; for ungated experts `up` [E, F, D]
+    in place of `gate_up`; with biases also `gate_up_bias` [E, 2F] (`up_bias` [E, F]) and `down_bias` [E, D].
+
+    `accumulate_in_place`: backward adds weight gradients straight to an existing `.grad` instead of handing autograd a
+    tensor to add. Off by default, because hooks on the parameters then see no gradient.
+    """
+
+    def __init__(
+        self, moe: MoeSpec, hidden: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        expert, experts = moe.expert, moe.router.experts
+        rows = expert.width * (2 if expert.gated else 1)
+        self.kind = ExpertKind(expert.activation, expert.gated)
+        self.weights_on_input = moe.router.apply == "input"
+        self.accumulate_in_place = False
+        self.up_name = "gate_up" if expert.gated else "up"
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+        self.register_parameter(self.up_name, empty(experts, rows, hidden))
+        self.down = empty(experts, hidden, expert.width)
+        self.register_parameter(self.up_name + "_bias", empty(experts, rows) if expert.bias else None)
+        self.register_parameter("down_bias", empty(experts, hidden) if expert.bias else None)
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """x_TD through the experts `ids_TK` (int64) that each token chose, summed with `weights_TK`. Returns y_TD.
+
+        No gradient flows to `ids_TK`. Experts without tokens get a zero gradient.
+        """
+        return _ExpertsFunction.apply(  # type: ignore[no-any-return]
+            self,
+            x_TD,
+            ids_TK,
+            weights_TK,
+            self.get_parameter(self.up_name),
+            self.down,
+            getattr(self, self.up_name + "_bias"),
+            self.down_bias,
+        )
+
+    def extra_repr(self) -> str:
+        experts, hidden, width = self.down.shape
+        return f"experts={experts}, hidden={hidden}, width={width}, {self.kind.activation}"

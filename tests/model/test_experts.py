@@ -1,0 +1,147 @@
+"""The experts' autograd function against a plain loop over tokens, differentiated by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moesaic.model import expert_blocks
+from moesaic.model.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moesaic.model.experts import Experts
+from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
+
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
+
+
+def reference(experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """One token and one choice at a time, with nothing but differentiable torch operations."""
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh"),
+        "relu": torch.relu,
+        "relu2": lambda g: torch.relu(g) ** 2,
+    }
+    up_EGD = experts.get_parameter(experts.up_name)
+    up_bias = getattr(experts, experts.up_name + "_bias")
+    rows = []
+    for t in range(x_TD.shape[0]):
+        total = torch.zeros_like(x_TD[t])
+        for k in range(ids_TK.shape[1]):
+            e, w = int(ids_TK[t, k]), weights_TK[t, k]
+            x = x_TD[t] * w if experts.weights_on_input else x_TD[t]
+            h = up_EGD[e] @ x
+            if up_bias is not None:
+                h = h + up_bias[e]
+            if not experts.kind.gated:
+                a = functions[experts.kind.activation](h)
+            else:
+                gate, up = h.chunk(2)
+                if experts.kind.activation == "swiglu_clamped":
+                    gate = gate.clamp(max=CLAMP_LIMIT)
+                    a = gate * torch.sigmoid(CLAMP_ALPHA * gate) * (up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1)
+                else:
+                    a = functions[experts.kind.activation](gate) * up
+            y = experts.down[e] @ a
+            if experts.down_bias is not None:
+                y = y + experts.down_bias[e]
+            total = total + (y if experts.weights_on_input else w * y)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def build(experts: int, top_k: int, width: int, hidden: int, *, scale: float = 1.0, **options) -> Experts:
+    apply = options.pop("apply", "output")
+    moe = MoeSpec(router=RouterSpec(experts=experts, top_k=top_k, apply=apply), expert=MlpSpec(width=width, **options))
+    module = Experts(moe, hidden, torch.float64)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=scale)
+    return module
+
+
+def compare(module: Experts, tokens: int, top_k: int, choices: int | None = None) -> None:
+    experts, hidden, _ = module.down.shape
+    x = torch.randn(tokens, hidden, dtype=torch.float64, requires_grad=True)
+    scores = torch.rand(tokens, choices or experts)
+    ids = scores.topk(top_k, -1).indices
+    weights = torch.rand(tokens, top_k, dtype=torch.float64, requires_grad=True)
+    inputs = [x, weights, *module.parameters()]
+    grad_y = torch.randn(tokens, hidden, dtype=torch.float64)
+    y = module(x, ids, weights)
+    grads = torch.autograd.grad(y, inputs, grad_y)
+    expected = reference(module, x, ids, weights)
+    expected_grads = torch.autograd.grad(expected, inputs, grad_y, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(y, expected)
+    for got, want in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("apply", ["output", "input"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("activation", "gated"), [(a, True) for a in ACTIVATIONS] + [("relu2", False), ("gelu", False)])
+def test_every_kind_of_expert_equals_the_token_loop(activation, gated, bias, apply):
+    torch.manual_seed(0)
+    scale = 3.0 if activation == "swiglu_clamped" else 0.5  # large enough for the clamps to act
+    module = build(5, 2, 6, 4, scale=scale, activation=activation, gated=gated, bias=bias, apply=apply)
+    compare(module, tokens=7, top_k=2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(0, 40), experts=st.integers(1, 9), data=st.data(), seed=st.integers(0, 2**31))
+def test_any_routing_equals_the_token_loop(tokens, experts, data, seed):
+    """Also no tokens at all, experts without tokens, and every choice on few experts."""
+    top_k = data.draw(st.integers(1, experts))
+    choices = data.draw(st.integers(top_k, experts))
+    torch.manual_seed(seed)
+    module = build(experts, top_k, 3, 4, scale=0.5)
+    if tokens == 0:
+        y = module(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, top_k, dtype=torch.long), torch.zeros(0, top_k))
+        y.sum().backward()
+        assert y.shape == (0, 4) and not module.down.grad.any()
+        return
+    compare(module, tokens, top_k, choices)
+
+
+def test_rows_in_several_products_and_blocks(monkeypatch):
+    monkeypatch.setattr(expert_blocks, "ROWS_PER_PRODUCT", 5)
+    monkeypatch.setattr(expert_blocks, "BYTES_PER_ELEMENTWISE_BLOCK", 1)
+    torch.manual_seed(0)
+    for apply in ("output", "input"):
+        compare(build(3, 2, 4, 4, scale=0.5, bias=True, apply=apply), tokens=60, top_k=2)
+
+
+def test_accumulating_in_place_adds_to_the_gradients_that_stand_there():
+    torch.manual_seed(0)
+    module = build(4, 2, 6, 5, scale=0.5, bias=True)
+    x, ids, weights = torch.randn(9, 5).double(), torch.rand(9, 4).topk(2, -1).indices, torch.rand(9, 2)
+    for _ in range(2):
+        module(x, ids, weights).square().sum().backward()
+    twice = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad(set_to_none=False)
+    module.accumulate_in_place = True
+    buffers = [p.grad for p in module.parameters()]
+    for _ in range(2):
+        module(x, ids, weights).square().sum().backward()
+    for p, buffer, want in zip(module.parameters(), buffers, twice, strict=True):
+        assert p.grad is buffer
+        torch.testing.assert_close(p.grad, want)
+
+
+def test_bf16_rounds_once_and_stays_near_fp32():
+    torch.manual_seed(0)
+    module = build(6, 3, 16, 32, scale=0.2).to(torch.bfloat16)
+    exact = build(6, 3, 16, 32).float()
+    exact.load_state_dict({k: v.float() for k, v in module.state_dict().items()})
+    x = torch.randn(50, 32).bfloat16()
+    ids, weights = torch.rand(50, 6).topk(3, -1).indices, torch.rand(50, 3)
+    grad = torch.randn(50, 32).bfloat16()
+    got, want = module(x, ids, weights), exact(x.float(), ids, weights)
+    got.backward(grad)
+    want.backward(grad.float())
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+    for p, q in zip(module.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.float(), q.grad, rtol=3e-2, atol=3e-2 * float(q.grad.abs().max()))
