@@ -143,7 +143,9 @@ def _sentence(location: list[str], detail: dict[str, Any]) -> str:
         return f"{name!r} is {value!r}, but it is a table: write [{name}] and keys below it"
     if name in all_keys():
         entry = _help_of(name)
-        said = f"{name} is {_said(value)}, but it takes {entry.type}" + (f" ({entry.unit})" if entry.unit else "")
+        said = f"{name} is {_said(value)}, but must be {entry.type.replace(' | ', ' or ')}" + (
+            f" ({entry.unit})" if entry.unit else ""
+        )
         if isinstance(value, str) and '"' in entry.type:
             close = nearest(value, [c.strip('"') for c in entry.type.split(" | ") if c.startswith('"')])
             said += f"; {close}" if close.endswith("?") else ""

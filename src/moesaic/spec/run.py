@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from .errors import SpecError
 from .keys import describe, explain, takes_only_text, unknown_table
+from .layout import written
 from .model import ModelSpec
 from .tables import (
     TABLES,
@@ -204,12 +205,7 @@ def _check_layout(run: RunSpec) -> None:
     if layout.dp != "auto":
         if layout.dp < 1:
             raise SpecError(f'layout.dp is {layout.dp}, but it takes a degree of at least 1, or "auto".')
-        dense, expert = layout.tp * layout.cp * layout.dp, layout.ep * layout.etp
-        if dense % expert:
-            raise SpecError(
-                f"tp·cp·dp = etp·ep·edp does not hold: {layout.tp}·{layout.cp}·{layout.dp} = {dense} is not a "
-                f"multiple of etp·ep = {layout.etp}·{layout.ep} = {expert}."
-            )
+        written(layout)
     dp = 1 if layout.dp == "auto" else layout.dp
     if train.global_batch % (layout.micro_batch * dp):
         below = train.global_batch // (layout.micro_batch * dp) * layout.micro_batch * dp
