@@ -28,9 +28,11 @@ class RopeSpec(Spec):
     dim: int
     """Rotated dimensions per head; less than the head dimension for partial rotary embeddings."""
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3", "yarn", "ntk_alpha"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "ntk_alpha"] = "default"
     params: dict[str, Any] = Field(default_factory=dict)
-    """Numbers of the scaling as in Hugging Face's `rope_parameters` (factor, beta_fast, low_freq_factor, …)."""
+    """Numbers of the scaling as in Hugging Face's `rope_parameters` (factor, beta_fast, low_freq_factor, …), with what
+    is derived already filled in: `original_max_position_embeddings`, and for yarn and longrope `factor` and
+    `attention_factor`, which multiplies cosine and sine."""
     interleaved: bool = False
     """Rotates pairs (0, 1), (2, 3), … instead of the two halves of the head."""
 
@@ -162,6 +164,9 @@ class ModelSpec(Spec):
     init_std: float = 0.02
     document_end: int | None = None
     """Token id that ends a document, when the config names one."""
+    balance_coefficient: float = 0.0
+    """The balancing loss's coefficient named in the config, in units where a perfectly balanced layer costs 1.
+    Hugging Face's loss costs k there, so this is its `router_aux_loss_coef` times top-k."""
     notes: tuple[str, ...] = ()
     """What is inferred rather than published, shown to the user."""
     hf_config: dict[str, Any] = Field(default_factory=dict)
