@@ -1,0 +1,181 @@
+"""The head of a report: what the run was and how it ended, in words and numbers."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+from moesaic.report.balance import final_loads
+from moesaic.report.numbers import duration, gib, short
+from moesaic.report.read import RunRecord
+
+HEAVY = 3.0
+"""Busiest expert over mean from which a report speaks of imbalance."""
+
+
+def headline(record: RunRecord) -> str:
+    """Title, run facts in one line, and the outcome in one sentence."""
+    parts = [
+        _parameters(record),
+        str(record.summary.get("layout") or ""),
+        f"{len(record.rows)} steps",
+        f"{short(_tokens(record))} tokens",
+        duration(_seconds(record)),
+        str(record.summary.get("machine") or ""),
+    ]
+    line = " · ".join(escape(part) for part in parts if part)
+    return f'<header><h1>{escape(record.title)}</h1><p>{line}</p><p class="lead">{escape(outcome(record))}</p></header>'
+
+
+def outcome(record: RunRecord) -> str:
+    """What the run reached, beside its baselines where it has them."""
+    held = record.series("val_loss")
+    train = record.series("loss")
+    if held:
+        text = f"Held-out loss {held[-1][1]:.3f} nats per token after {int(record.rows[-1]['step'])} steps"
+        bits = record.last("val_bits_per_byte")
+        text += f" ({bits:.3f} bits per byte)" if bits is not None else ""
+    elif train:
+        return f"Training loss went from {train[0][1]:.3f} to {train[-1][1]:.3f} nats per token; nothing was held out."
+    else:
+        return "No finite loss was recorded."
+    below = [
+        f"{name} {float(table['loss']):.3f}"
+        for name in ("bigram", "unigram")
+        if isinstance(table := record.baselines.get(name), dict) and "loss" in table
+    ]
+    return text + (f"; counting alone reaches {' and '.join(below)}." if below else ".")
+
+
+def warnings(record: RunRecord) -> str:
+    """What a reader should know before trusting the curves."""
+    texts = list(record.warnings)
+    bad = [row["step"] for row in record.rows if _not_finite(row.get("loss"))]
+    if bad:
+        texts.append(f"The loss was not finite at step {bad[0]}.")
+    dead = dead_experts(record)
+    if dead:
+        texts.append(f"{len(dead)} experts got no token in the last steps: " + ", ".join(dead[:12]) + ".")
+    worst = max(
+        ((max(load) / (sum(load) / len(load)), layer) for layer, load in final_loads(record) if sum(load)), default=None
+    )
+    if worst and worst[0] >= HEAVY:
+        texts.append(f"Layer {worst[1]} is unbalanced: its busiest expert gets {worst[0]:.1f} × the mean.")
+    dropped = sum(value for _, value in record.series("dropped_tokens"))
+    if dropped:
+        texts.append(f"{short(dropped)} tokens were dropped.")
+    if record.summary.get("benchmark_only"):
+        texts.append("Benchmark-only: routing was forced, so the loss means nothing.")
+    return "".join(f'<p class="warn">{escape(text)}</p>' for text in texts)
+
+
+def dead_experts(record: RunRecord) -> list[str]:
+    """'layer 3 expert 5' for every expert without a token over the last tenth of the steps."""
+    return [
+        f"layer {layer} expert {expert}"
+        for layer, load in final_loads(record)
+        for expert, count in enumerate(load)
+        if count == 0
+    ]
+
+
+def tiles(record: RunRecord) -> str:
+    """The numbers that people look for first."""
+    items: list[tuple[str, str, str]] = []
+    held, bits = record.last("val_loss"), record.last("val_bits_per_byte")
+    bigram = record.baselines.get("bigram", {})
+    if held is not None:
+        better = isinstance(bigram, dict) and "loss" in bigram and held < float(bigram["loss"])
+        items.append((f"{held:.3f}", "held-out loss, nats/token", "good" if better else ""))
+    elif (loss := record.last("loss")) is not None:
+        items.append((f"{loss:.3f}", "last training loss, nats/token", ""))
+    if bits is not None:
+        items.append((f"{bits:.3f}", "held-out bits per byte", ""))
+    loads = final_loads(record)
+    if loads:
+        total, dead = sum(len(load) for _, load in loads), len(dead_experts(record))
+        items.append((f"{total - dead} of {total}", "experts alive at the end", "bad" if dead else "good"))
+        ratios = [max(load) * len(load) / sum(load) for _, load in loads if sum(load)]
+        items.append(
+            (f"{max(ratios):.2f}", "busiest expert / mean, worst layer", "bad" if max(ratios) >= HEAVY else "")
+        )
+    speeds = sorted(value for _, value in record.series("tokens_per_second"))
+    if speeds:
+        items.append((short(speeds[len(speeds) // 2]), "tokens per second, median", ""))
+    shares = sorted(value for _, value in record.series("matmul_share"))
+    if shares:
+        items.append((f"{shares[len(shares) // 2]:.0%}", "of the measured matmul rate", ""))
+    memory = max((value for _, value in record.series("memory_bytes")), default=None)
+    if memory is not None:
+        items.append((gib(memory), "most memory", ""))
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile {kind}"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+            for value, name, kind in items
+        )
+        + "</div>"
+    )
+
+
+def fact_table(record: RunRecord) -> str:
+    """Model, data, training and machine as a two-column table."""
+    model, data = record.run.get("model", {}), record.run.get("data", {})
+    train = record.run.get("train", {})
+    rows = [
+        ("Model", model.get("preset") or model.get("hf") or model.get("model_type")),
+        ("Parameters", _parameters(record)),
+        ("Layout", record.summary.get("layout")),
+        ("Data", data.get("path")),
+        ("Tokenizer", data.get("tokenizer")),
+        ("Batch", _batch(train)),
+        ("Numbers", train.get("dtype")),
+        ("Seed", train.get("seed")),
+        ("Tokens", short(_tokens(record), 4)),
+        ("Time in steps", duration(_seconds(record))),
+        ("Machine", record.summary.get("machine")),
+        ("Matmul rate", _flops(record.summary.get("matmul_flops"))),
+        ("Versions", _versions(record.summary)),
+        ("Folder", str(record.folder.resolve())),
+    ]
+    body = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>"
+        for name, value in rows
+        if value not in (None, "", "–")
+    )
+    return f'<table class="facts">{body}</table>'
+
+
+def _not_finite(value: Any) -> bool:
+    return value is not None and not (isinstance(value, (int, float)) and math.isfinite(value))
+
+
+def _tokens(record: RunRecord) -> float | None:
+    return record.last("tokens_total") or sum(value for _, value in record.series("tokens")) or None
+
+
+def _seconds(record: RunRecord) -> float | None:
+    return sum(value for _, value in record.series("seconds")) or None
+
+
+def _parameters(record: RunRecord) -> str:
+    counts = record.summary.get("parameters")
+    if not isinstance(counts, dict) or "total" not in counts:
+        return ""
+    active = f", {short(counts['active'])} active" if counts.get("active") else ""
+    return f"{short(counts['total'])} parameters{active}"
+
+
+def _batch(train: dict[str, Any]) -> str:
+    if "global_batch" not in train or "seq_len" not in train:
+        return ""
+    return f"{train['global_batch']} sequences of {train['seq_len']} tokens"
+
+
+def _flops(value: Any) -> str:
+    return f"{short(float(value))}FLOP/s" if isinstance(value, (int, float)) else ""
+
+
+def _versions(summary: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {summary[name]}" for name in ("moesaic", "torch", "python") if summary.get(name))
