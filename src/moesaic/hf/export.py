@@ -1,0 +1,185 @@
+"""A decoder's weights into a Hugging Face folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.hf.config import export_config
+from moesaic.hf.errors import WeightsError
+from moesaic.hf.layout import Piece, Rule
+from moesaic.hf.mapping import rules
+from moesaic.hf.safetensors_io import Planned, ShardPlan, write_header, write_tensor
+from moesaic.spec.model import ModelSpec
+
+Progress = Callable[[int, int], None]
+
+SHARD_BYTES = 5 * 10**9
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a checkpoint that describe its tokenizer and its generation, copied as they are."""
+_SIDE_PATTERNS = ("*.tiktoken", "tiktoken.model")
+
+
+@dataclass
+class Exported:
+    """What an export wrote."""
+
+    folder: Path
+    tensors: int = 0
+    bytes: int = 0
+    files: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def side_files(folder: Path) -> list[Path]:
+    """The tokenizer and generation files of a Hugging Face folder."""
+    found = [folder / name for name in SIDE_FILES if (folder / name).is_file()]
+    return found + sorted(path for pattern in _SIDE_PATTERNS for path in folder.glob(pattern))
+
+
+def export_tensors(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    side_from: Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Writes `tensors` (our names) as a Hugging Face folder: config.json, safetensors, and the source's side files.
+
+    The folder appears whole or not at all: it is written beside its place and renamed.
+
+    Args:
+        family: whose format; the spec's own by default, `moesaic` for our names verbatim.
+        dtype: of the weights on disk; by default that of the embedding. Selection biases stay fp32.
+        side_from: folder whose tokenizer and generation files are copied.
+        overwrite: replaces an existing folder, after the new one is complete.
+
+    Raises:
+        WeightsError: the folder exists and is not empty, a tensor is missing or has no place in the format, or the
+            disk is full; nothing is left behind.
+    """
+    dtype = dtype or tensors["embed.weight"].dtype
+    result = Exported(folder)
+    wanted = rules(spec, family)
+    _check_tensors(spec, wanted, tensors)
+    plan, pieces = _plan(wanted, dtype, max_shard_bytes)
+    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists and is not empty; choose another folder or allow overwriting.")
+    config = export_config(spec, dtype, family)
+    _check_space(folder, plan.bytes)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        for file_name, shard in plan.shards:
+            with (partial / file_name).open("wb") as file:
+                write_header(file, shard)
+                for planned in shard:
+                    name, piece = pieces[planned.name]
+                    write_tensor(file, piece.view(tensors[name]), planned.dtype)
+                    result.tensors += 1
+                    result.bytes += planned.bytes
+                    if progress is not None:
+                        progress(result.bytes, plan.bytes)
+                file.flush()
+                os.fsync(file.fileno())
+        plan.write_index(partial)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for path in side_files(side_from) if side_from is not None else ():
+            shutil.copyfile(path, partial / path.name)
+        _put_in_place(partial, folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(folder.parent).free
+            raise WeightsError(
+                f"the disk is full: {folder} needs {plan.bytes} bytes and {free} are free; what was written is removed."
+            ) from None
+        raise WeightsError(f"{folder} cannot be written: {error.strerror}; what was written is removed.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    result.files = sorted(path.name for path in folder.iterdir())
+    return result
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Renames the finished folder to its place; a folder already there goes only after that."""
+    old = folder.parent / f".{folder.name}.old-{os.getpid()}"
+    if folder.exists():
+        folder.rename(old)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_tensors(spec: ModelSpec, wanted: list[Rule], tensors: Mapping[str, Tensor]) -> None:
+    names = {rule.name for rule in wanted}
+    for rule in wanted:
+        if rule.name not in tensors:
+            raise WeightsError(f"{rule.name} is missing, so {spec.name} cannot be exported.")
+        if tuple(tensors[rule.name].shape) != rule.shape:
+            raise WeightsError(
+                f"{rule.name} has shape {list(tensors[rule.name].shape)}, and {spec.name} asks for {list(rule.shape)}."
+            )
+    extra = sorted(set(tensors) - names)
+    harmless = [name for name in extra if name.endswith("select_bias") and not tensors[name].any()]
+    refused = [name for name in extra if name not in harmless]
+    if refused:
+        raise WeightsError(
+            f"a {spec.family} checkpoint has no place for {refused[0]}"
+            + (f" and {len(refused) - 1} more tensors" if len(refused) > 1 else "")
+            + ", and without it the exported model would compute something else; export with model_type 'moesaic'."
+        )
+
+
+def _plan(
+    wanted: list[Rule], dtype: torch.dtype, max_shard_bytes: int
+) -> tuple[ShardPlan, dict[str, tuple[str, Piece]]]:
+    planned: list[Planned] = []
+    pieces: dict[str, tuple[str, Piece]] = {}
+    for rule in wanted:
+        for piece in rule.layout:
+            keys = (piece.key, *rule.copies) if len(rule.layout) == 1 else (piece.key,)
+            for key in keys:
+                planned.append(Planned(key, piece.shape, torch.float32 if rule.fp32 else dtype))
+                pieces[key] = (rule.name, piece)
+    return ShardPlan(planned, max_shard_bytes), pieces
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    parent = folder.parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise WeightsError(f"{folder} needs {needed} bytes and {parent} has {free} free.")

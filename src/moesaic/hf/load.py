@@ -1,0 +1,222 @@
+"""Hugging Face weights into a decoder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moesaic.hf.errors import WeightsError
+from moesaic.hf.layout import Layout, Rule
+from moesaic.hf.mapping import OWN_FAMILY, rules
+from moesaic.hf.naming import NAMINGS
+from moesaic.hf.quantized import SCALE_SUFFIX, check_quantization, is_fp8, read_fp8_into
+from moesaic.hf.safetensors_io import Weights
+from moesaic.spec.errors import nearest
+from moesaic.spec.model import ModelSpec
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
+"""Where multimodal checkpoints keep the text model: prefix on disk, prefix in a text-only checkpoint."""
+_IGNORED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
+_SHOWN = 5
+
+
+@dataclass
+class Imported:
+    """What an import did."""
+
+    tensors: int = 0
+    """Tensors read from disk."""
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    """Sentences about everything that was not read or not filled."""
+    left: list[str] = field(default_factory=list)
+    """Our tensors that the checkpoint does not hold: multi-token prediction blocks, and selection biases of families
+    without them."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint folder.
+
+    Raises:
+        WeightsError: there is no folder, no config.json, or it is not JSON.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise WeightsError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors.")
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise WeightsError(f"{folder} holds no config.json, so its architecture is unknown.") from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path} should hold a JSON object and holds a {type(config).__name__}.")
+    return config
+
+
+def import_tensors(
+    folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], progress: Progress | None = None
+) -> Imported:
+    """Fills `tensors`, our names to preallocated tensors of any dtype, from the checkpoint in `folder`.
+
+    Everything is checked before the first weight is copied: a refused import leaves `tensors` as they were.
+
+    Raises:
+        WeightsError: tensors that are missing, unexpected, of another shape, or in a format that cannot be read.
+    """
+    config = read_config(folder)
+    block = check_quantization(config, folder)
+    weights = Weights(folder)
+    family = OWN_FAMILY if config.get("model_type") == OWN_FAMILY else spec.family
+    report = Imported()
+    keys = _text_keys(weights, report)
+    todo = _choose_layouts(rules(spec, family), keys, folder, report)
+    _check_names(spec, tensors, todo, report)
+    _check_unexpected(spec, family, keys, todo, folder, report)
+    _check_shapes(todo, keys, weights)
+
+    total = sum(weights.entry(keys[piece.key]).bytes for _, layout in todo for piece in layout)
+    for rule, layout in todo:
+        target = tensors[rule.name]
+        for piece in layout:
+            key = keys[piece.key]
+            view = piece.view(target)
+            if is_fp8(weights, key):
+                read_fp8_into(weights, key, view, block)
+            else:
+                weights.read_into(key, view)
+            report.tensors += 1
+            report.bytes += weights.entry(key).bytes
+            if progress is not None:
+                progress(report.bytes, total)
+    return report
+
+
+def _text_keys(weights: Weights, report: Imported) -> dict[str, str]:
+    """Names as in a text-only checkpoint, each with its key on disk."""
+    for prefix, replacement in _PREFIXES:
+        if any(key.startswith(prefix) for key in weights):
+            keys = {replacement + key.removeprefix(prefix): key for key in weights if key.startswith(prefix)}
+            keys |= {key: key for key in weights if key.startswith("lm_head.")}
+            rest = sum(key not in keys.values() for key in weights)
+            if rest:
+                report.notes.append(f"{rest} tensors outside the text model ({prefix}*) were not read.")
+            return keys
+    return {key: key for key in weights}
+
+
+def _choose_layouts(
+    all_rules: list[Rule], keys: Mapping[str, str], folder: Path, report: Imported
+) -> list[tuple[Rule, Layout]]:
+    chosen: list[tuple[Rule, Layout]] = []
+    missing: list[str] = []
+    with_mtp = any(key in keys for rule in all_rules if rule.mtp for key in rule.keys())
+    for rule in all_rules:
+        if rule.mtp and not with_mtp:
+            report.left.append(rule.name)
+            continue
+        layout = next((layout for layout in rule.layouts if all(piece.key in keys for piece in layout)), None)
+        if layout is not None:
+            chosen.append((rule, layout))
+            continue
+        best = max(rule.layouts, key=lambda layout: sum(piece.key in keys for piece in layout))
+        missing += [piece.key for piece in best if piece.key not in keys]
+    if missing:
+        quantised = sorted(key for key in keys if key.startswith(missing[0] + "_"))
+        if quantised and quantised[0].endswith(("_blocks", "_scales")):
+            raise WeightsError(
+                f"{missing[0]} is stored as MXFP4 blocks in {folder}, which cannot be read; convert the checkpoint to "
+                "bf16 first (transformers: from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)."
+            )
+        raise WeightsError(
+            f"{folder} lacks {_listed(missing, 'tensor')} that config.json asks for; {nearest(missing[0], keys)}"
+        )
+    if report.left:
+        report.notes.append(
+            f"{folder} holds no multi-token prediction block: {len(report.left)} tensors under mtp. keep their "
+            "initial values."
+        )
+    return chosen
+
+
+def _check_names(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], todo: list[tuple[Rule, Layout]], report: Imported
+) -> None:
+    """The model's tensors and the rules' must be the same, but for selection biases that training adds."""
+    named = {rule.name for rule, _ in todo} | set(report.left)
+    unknown = sorted(named - set(tensors))
+    if unknown:
+        raise WeightsError(f"{spec.name} has no {_listed(unknown, 'tensor')} to fill; is it the model of this config?")
+    extra = sorted(set(tensors) - named)
+    added = [name for name in extra if name.endswith(".select_bias")]
+    if len(added) < len(extra):
+        rest = [name for name in extra if name not in added]
+        raise WeightsError(f"a {spec.family} checkpoint does not fill {_listed(rest, 'tensor')} of this model.")
+    if added:
+        report.left += added
+        report.notes.append(f"{len(added)} selection biases are not in the checkpoint and keep their initial values.")
+
+
+def _check_unexpected(
+    spec: ModelSpec,
+    family: str,
+    keys: Mapping[str, str],
+    todo: list[tuple[Rule, Layout]],
+    folder: Path,
+    report: Imported,
+) -> None:
+    used = {piece.key for _, layout in todo for piece in layout} | {copy for rule, _ in todo for copy in rule.copies}
+    used |= {key + SCALE_SUFFIX for key in used}
+    ignored = [re.compile(pattern) for pattern in (*_IGNORED, *getattr(NAMINGS.get(family), "ignored", ()))]
+    rest = [key for key in keys if key not in used and not any(pattern.search(key) for pattern in ignored)]
+    if spec.tied_embeddings and "lm_head.weight" in rest:
+        rest.remove("lm_head.weight")
+        report.notes.append("lm_head.weight was not read: the config ties it to the embedding.")
+    after = [key for key in rest if (match := re.match(r"model\.layers\.(\d+)\.", key)) and _is_mtp(spec, match)]
+    if after:
+        report.notes.append(
+            f"{len(after)} tensors of multi-token prediction blocks (layers from {len(spec.layers)}) were not read: "
+            "the model has none."
+        )
+        rest = sorted(set(rest) - set(after))
+    if rest:
+        known = {key for rule, _ in todo for key in rule.keys()} - set(keys)
+        hint = f"; {nearest(rest[0], known)}" if known else ""
+        raise WeightsError(f"{folder} holds {_listed(rest, 'tensor')} that config.json does not ask for{hint}.")
+
+
+def _is_mtp(spec: ModelSpec, match: re.Match[str]) -> bool:
+    naming = NAMINGS.get(spec.family)
+    return naming is not None and naming.mtp and not spec.mtp and int(match[1]) >= len(spec.layers)
+
+
+def _check_shapes(todo: Iterable[tuple[Rule, Layout]], keys: Mapping[str, str], weights: Weights) -> None:
+    for rule, layout in todo:
+        for piece in layout:
+            entry = weights.entry(keys[piece.key])
+            if entry.shape != piece.shape:
+                raise WeightsError(
+                    f"{piece.key} has shape {list(entry.shape)} in {entry.path}, and config.json asks for "
+                    f"{list(piece.shape)}."
+                )
+            if not entry.dtype.is_floating_point:
+                name = str(entry.dtype).removeprefix("torch.")
+                raise WeightsError(
+                    f"{piece.key} is stored as {name} in {entry.path}; quantised weights have to be converted to bf16 "
+                    "first."
+                )
+
+
+def _listed(names: list[str], noun: str) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''} ({shown}{more})"
