@@ -147,7 +147,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
 def ernie4_5_moe(config: Config) -> ModelSpec:
     """ERNIE 4.5: sparse layers by start, end and interval; a selection bias; pairs (0, 1), (2, 3), … are rotated.
 
-    `use_bias` puts biases on attention, dense and shared blocks, never on routed experts.
+    `use_bias` puts biases on attention, dense and shared blocks and the output head, never on routed experts.
     """
     layers, bias = config.integer("num_hidden_layers"), config.flag("use_bias")
     expert_width, shared = config.integer("moe_intermediate_size"), config.integer("moe_num_shared_experts", least=0)
@@ -168,7 +168,8 @@ def ernie4_5_moe(config: Config) -> ModelSpec:
     end = layers - 1 if end == -1 else end
     sparse = [start <= i <= end and (i + 1) % every == 0 for i in range(layers)]
     dense = parts.mlp(config, config.integer("intermediate_size"), bias=bias)
-    return parts.model(config, parts.mixed(parts.gqa(config, bias=bias, interleaved=True), dense, moe, sparse))
+    mixed = parts.mixed(parts.gqa(config, bias=bias, interleaved=True), dense, moe, sparse)
+    return parts.model(config, mixed, head_bias=bias)
 
 
 def hunyuan_v1_moe(config: Config) -> ModelSpec:
