@@ -106,7 +106,7 @@ def _limits_text(metadata: list[Any]) -> str:
         for name, sign in signs.items():
             bound = getattr(limit, name, None)
             if bound is not None:
-                shown.append(f"{sign} {2**63 if bound == 2**63 else _shown(bound)}")
+                shown.append(f"{sign} {'2^63' if bound == 2**63 else _shown(bound)}")
     return " " + ", ".join(shown) if shown else ""
 
 

@@ -59,7 +59,7 @@ def parse_layout(text: str) -> LayoutTable:
 
 
 def _sides(text: str) -> tuple[str, str]:
-    dense, slash, expert = text.partition("/")
+    dense, _, expert = text.partition("/")
     if "/" in expert:
         raise SpecError(f"layout {text!r} has more than one slash; write it like 'pp2 dp4 cp1 tp2 / edp1 ep8 etp1'.")
     return dense, expert

@@ -1,0 +1,93 @@
+"""Exit codes and messages of the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moesaic
+from moesaic.cli import main as cli
+from moesaic.cli.main import COMMANDS, main
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.split() == ["moesaic", moesaic.__version__]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert "Usage: moesaic " + name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["chek"], "check"),
+        (["check"], "file"),
+        (["check", "x.toml", "--sat"], "--sat"),
+        (["check", "no-such.toml"], "'no-such.toml' does not exist"),
+        (["explain", "train.sede"], "did you mean 'seed'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert part in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_ctrl_c_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", lambda target: interrupted)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == "moesaic: interrupted.\n"
+
+
+def test_exit_code_of_a_command_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_load", lambda target: lambda: 3)
+    assert main(["train"]) == 3
+
+
+def test_missing_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def needs_torch() -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(cli, "_load", lambda target: needs_torch)
+    assert main(["train"]) == 2
+    assert "pip install 'moesaic[train]'" in capsys.readouterr().err
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_load", lambda target: defect)
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_python_m_moesaic_is_the_same_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic", "explain", "nothing.like.it"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("moesaic: unknown key") and "Traceback" not in done.stderr
