@@ -1,0 +1,78 @@
+"""Grouped-query attention with the options of the published families."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.model.attend import attend
+from moesaic.model.linear import Linear
+from moesaic.model.norms import RMSNorm, rms_norm
+from moesaic.model.rope import rotate
+from moesaic.model.sequences import Sequences
+from moesaic.spec.model import AttentionSpec
+
+
+class Attention(nn.Module):
+    """Projections, query/key norms, rotary embedding, attention, output projection.
+
+    Order: project → norm over the whole projection → clip → heads → per-head norm → rotate (or rotate, then per-head
+    norm) → temperature → attend → project.
+    """
+
+    def __init__(self, spec: AttentionSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rope_key = "" if spec.rope is None else spec.rope.model_dump_json()
+        q_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        v_width = spec.kv_heads * spec.v_head_dim
+        self.q = Linear(hidden, q_width, spec.qkv_bias, dtype=dtype, device=device)
+        self.k = Linear(hidden, kv_width, spec.qkv_bias, dtype=dtype, device=device)
+        self.v = Linear(hidden, v_width, spec.qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(spec.heads * spec.v_head_dim, hidden, spec.o_bias, dtype=dtype, device=device)
+        if spec.qk_norm in ("head", "full"):
+            per_head = spec.qk_norm == "head"
+            self.q_norm = RMSNorm(spec.head_dim if per_head else q_width, spec.norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(spec.head_dim if per_head else kv_width, spec.norm_eps, dtype=dtype, device=device)
+        self.sinks = nn.Parameter(torch.empty(spec.heads, dtype=dtype, device=device)) if spec.sinks else None
+
+    def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, D] to [T, D], T = B · S."""
+        spec = self.spec
+        q, k, v = self.q(x_TD), self.k(x_TD), self.v(x_TD)
+        if spec.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if spec.clip_qkv is not None:
+            q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
+        rows = (sequences.batch, sequences.length)
+        q = q.view(*rows, spec.heads, spec.head_dim)
+        k = k.view(*rows, spec.kv_heads, spec.head_dim)
+        v = v.view(-1, spec.kv_heads, spec.v_head_dim)
+        if not spec.qk_norm_after_rope:
+            q, k = self._norm_heads(q, k)
+        if spec.rope is not None:
+            cos, sin = sequences.rope(spec.rope, self.rope_key)
+            q = rotate(q, cos, sin, spec.rope.interleaved)
+            k = rotate(k, cos, sin, spec.rope.interleaved)
+        if spec.qk_norm_after_rope:
+            q, k = self._norm_heads(q, k)
+        if spec.temperature is not None:
+            steps = torch.floor((sequences.positions[:, :, None, None].float() + 1) / spec.temperature.floor_positions)
+            q = (q * (1 + spec.temperature.scale * torch.log1p(steps))).to(q.dtype)
+        out_THd = attend(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v,
+            sequences.segments(spec.chunk),
+            scale=spec.scale,
+            window=spec.window,
+            sinks=self.sinks,
+        )
+        return self.o(out_THd.flatten(1))
+
+    def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.spec.qk_norm == "head":
+            return self.q_norm(q), self.k_norm(k)
+        if self.spec.qk_norm == "l2":
+            return rms_norm(q, None, self.spec.norm_eps), rms_norm(k, None, self.spec.norm_eps)
+        return q, k

@@ -1,0 +1,197 @@
+"""Losses as sums over tokens, divided once by the number of trained tokens of the whole step.
+
+Because every term of a micro-batch is weighted by its share of the step's trained tokens, micro-batches and ranks just
+add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.model.kernels import compute_dtype
+from moesaic.model.router import Router, Routing
+
+IGNORED = -100
+"""The label of a token that is not trained."""
+
+LOGIT_BYTES = 64 * 2**20
+"""The cross entropy holds logits for as many tokens at once as fit in this many bytes."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Coefficients of the terms beside the cross entropy; zero means the term is not computed.
+
+    Auxiliary terms are means over the mixture layers of a per-layer loss that is 1 at perfect balance. A coefficient c
+    of Hugging Face's pooled loss at top-k k is c · k here; a coefficient of Megatron-LM or DeepSpeed, which add up
+    layers, is c · (number of mixture layers) here.
+    """
+
+    z: float = 0.0
+    batch_aux: float = 0.0
+    sequence_aux: float = 0.0
+    global_aux: float = 0.0
+    mtp: float = 0.0
+
+
+@dataclass
+class LossParts:
+    """Loss of one micro-batch.
+
+    `total`: the scalar to call backward on, already divided by the step's trained tokens.
+    `cross_entropy_sum`: nats summed over this micro-batch's `tokens` trained tokens, detached.
+    `parts`: each auxiliary term without its coefficient, times this micro-batch's share of the step, detached: summed
+    over the micro-batches of a step, 1 is balance for the auxiliary losses.
+    """
+
+    total: Tensor
+    cross_entropy_sum: Tensor
+    tokens: int
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of −log softmax(x Wᵀ + b)[label], with gradients computed together with the loss.
+
+    Logits exist for one chunk of tokens at a time and are computed once: the chunk that gives the loss gives its
+    gradients at once, so nothing of size [T, V] is kept. Gradients are made for `scale` times the sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        scale: float,
+        divisor: float,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        trained = labels_T != IGNORED
+        kept_N = None if bool(trained.all()) else trained.nonzero().flatten()
+        rows_ND = x_TD if kept_N is None else x_TD.index_select(0, kept_N)
+        labels_N = labels_T if kept_N is None else labels_T.index_select(0, kept_N)
+        product = compute_dtype(weight_VD)
+        summed = torch.promote_types(product, torch.float32)
+        weight = weight_VD.to(product)
+        loss = torch.zeros((), dtype=summed, device=x_TD.device)
+        grad_x_ND = torch.empty_like(rows_ND) if with_grad else None
+        make_weight = torch.empty if len(labels_N) else torch.zeros
+        grad_weight = make_weight(weight.shape, dtype=summed, device=x_TD.device) if with_grad else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=summed, device=x_TD.device) if with_grad else None
+        chunk = max(16, LOGIT_BYTES // (weight.shape[0] * summed.itemsize))
+        for start in range(0, rows_ND.shape[0], chunk):
+            x, labels = rows_ND[start : start + chunk].to(product), labels_N[start : start + chunk, None]
+            logits = F.linear(x, weight, None if bias_V is None else bias_V.to(product)).to(summed)
+            if divisor != 1.0:
+                logits.div_(divisor)
+            torch.ops.aten._log_softmax.out(logits, -1, False, out=logits)
+            picked = logits.gather(1, labels)
+            loss -= picked.sum()
+            if grad_x_ND is None or grad_weight is None or grad_bias is None:
+                continue
+            grad_logits = logits.exp_().scatter_(1, labels, picked.expm1())
+            if bias_V is not None:
+                grad_bias.add_(grad_logits.sum(0), alpha=scale / divisor)
+            grad_logits = grad_logits.to(product)
+            grad_x_ND[start : start + chunk] = (grad_logits @ weight).mul_(scale / divisor)
+            keep = 1 if start else 0
+            if product == summed:
+                grad_weight.addmm_(grad_logits.t(), x, beta=keep, alpha=scale / divisor)
+            else:
+                part = (grad_logits.t() @ x).to(summed).mul_(scale / divisor)
+                grad_weight = part if start == 0 else grad_weight.add_(part)
+        if grad_x_ND is not None and grad_weight is not None and grad_bias is not None:
+            if kept_N is not None:
+                grad_x_ND = torch.zeros_like(x_TD).index_copy_(0, kept_N, grad_x_ND)
+            grad_weight = grad_weight.to(weight_VD.dtype)
+            ctx.save_for_backward(grad_x_ND, grad_weight, None if bias_V is None else grad_bias.to(bias_V.dtype))
+        scaled = loss * scale
+        ctx.mark_non_differentiable(loss)
+        return scaled, loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if grads[0].device.type != "cpu" or float(grads[0]) != 1.0:
+            gradients = [None if g is None else g * grads[0].to(g.dtype) for g in gradients]
+        wanted = [g if want else None for g, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
+        return *wanted, None, None, None, None
+
+
+def cross_entropy(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    scale: float = 1.0,
+    logits_divisor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of logits (x Wᵀ + b) / `logits_divisor` against labels, in nats, logits in fp32.
+
+    Labels of −100 are skipped. Returns `scale` times the sum over tokens, differentiable, and the sum itself, detached.
+    Never holds more than `LOGIT_BYTES` of logits (16 tokens' at least).
+    """
+    with_grad = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
+    return _CrossEntropy.apply(  # type: ignore[no-any-return]
+        x_TD, weight_VD, bias_V, labels_T, scale, logits_divisor, with_grad
+    )
+
+
+def balance_loss(probabilities_E: Tensor, counts_E: Tensor) -> Tensor:
+    """E · Σ f_e P_e with f the share of choices and P the mean probability: 1 when either is uniform.
+
+    Switch Transformers (arXiv 2101.03961, equation 4), with f divided by top-k as in Megatron-LM and DeepSpeed.
+    Leading dimensions (one loss per sequence) are kept.
+    """
+    experts = probabilities_E.shape[-1]
+    share = counts_E.to(probabilities_E.dtype)
+    share = share / share.sum(-1, keepdim=True)
+    return experts * (share * probabilities_E).sum(-1)
+
+
+def routing_losses(
+    routers: Sequence[tuple[Router, Routing]], weights: LossWeights, trained_B: Tensor, step_tokens: int
+) -> dict[str, Tensor]:
+    """The router terms of a micro-batch: mean over layers, without coefficients, weighted by share of the step.
+
+    `trained_B` [B]: trained tokens per row. Terms: `z`, the mean squared log-sum-exp of logits (ST-MoE, arXiv
+    2202.08906, equation 5); `batch_aux` over the micro-batch; `sequence_aux` over each row, weighted by the row's share
+    (DeepSeek-V3, arXiv 2412.19437, equation 17), so that it does not depend on how rows are put into micro-batches;
+    `global_aux`, whose shares of choices are those of the step so far (arXiv 2501.11873).
+
+    Each layer has its own loss. One loss over the pooled choices of all layers, as in Hugging Face's code, calls layers
+    balanced that have each collapsed onto a different expert.
+    """
+    share = trained_B.sum() / step_tokens
+    terms: dict[str, list[Tensor]] = {}
+    for router, routing in routers:
+        experts = router.spec.experts
+        if weights.z:
+            z = routing.logits_TE.logsumexp(-1).square().mean()
+            terms.setdefault("z", []).append(z * share)
+        if not (weights.batch_aux or weights.sequence_aux or weights.global_aux):
+            continue
+        rows = trained_B.shape[0]
+        ids = routing.ids_TK.reshape(rows, -1)
+        mean_BE = router.probabilities(routing).reshape(rows, -1, experts).mean(1)
+        counts_BE = ids.new_zeros(rows, experts).scatter_add_(1, ids, torch.ones_like(ids))
+        mean_E, counts_E = mean_BE.mean(0), counts_BE.sum(0)
+        if weights.batch_aux:
+            terms.setdefault("batch_aux", []).append(balance_loss(mean_E, counts_E) * share)
+        if weights.sequence_aux:
+            losses_B = balance_loss(mean_BE, counts_BE)
+            terms.setdefault("sequence_aux", []).append((losses_B * trained_B).sum() / step_tokens)
+        if weights.global_aux:
+            so_far = router.step_counts if router.training else counts_E
+            terms.setdefault("global_aux", []).append(balance_loss(mean_E, so_far) * share)
+    return {name: torch.stack(layers).mean() for name, layers in terms.items()}

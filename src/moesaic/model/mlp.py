@@ -1,0 +1,51 @@
+"""The dense feed-forward block: also the shared expert of a mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.model.activations import activate, activate_backward
+from moesaic.model.linear import Linear
+from moesaic.spec.model import Activation, MlpSpec
+
+
+class _Activate(torch.autograd.Function):
+    """a_TF from pre-activations h_TG, of which alone it keeps a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TG: Tensor, kind: Activation, gated: bool) -> Tensor:
+        ctx.save_for_backward(h_TG)
+        ctx.kind, ctx.gated = kind, gated
+        out = h_TG.new_empty(h_TG.shape[0], h_TG.shape[1] // 2 if gated else h_TG.shape[1])
+        activate(kind, gated, h_TG, out)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (h_TG,) = ctx.saved_tensors
+        grad_h_TG = torch.empty_like(h_TG)
+        activate_backward(ctx.kind, ctx.gated, h_TG, grads[0], grad_h_TG, torch.empty_like(grads[0]))
+        return grad_h_TG, None, None
+
+
+class Mlp(nn.Module):
+    """down(f(gate) · up) with `gate_up.weight` [2F, D] (gate rows, then up rows), or down(f(up)) when not gated."""
+
+    def __init__(self, spec: MlpSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+        if spec.gated:
+            self.gate_up = Linear(hidden, 2 * spec.width, spec.bias, dtype=dtype, device=device)
+        else:
+            self.up = Linear(hidden, spec.width, spec.bias, dtype=dtype, device=device)
+        self.down = Linear(spec.width, hidden, spec.bias, dtype=dtype, device=device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x [T, D] to [T, D]."""
+        h_TG = self.gate_up(x_TD) if self.spec.gated else self.up(x_TD)
+        a_TF: Tensor = _Activate.apply(h_TG, self.spec.activation, self.spec.gated)
+        return self.down(a_TF)

@@ -1,0 +1,146 @@
+"""Rotary position embedding (arXiv 2104.09864) and the scalings that published models use.
+
+Frequencies are computed in fp32 in the order of operations that the models were trained with: at position 100,000 a
+last-bit difference of a frequency already turns a head by 0.01 rad.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.spec.errors import SpecError
+from moesaic.spec.model import RopeSpec
+
+
+def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
+    value = spec.params.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise SpecError(
+            f"rope scaling {spec.kind!r} needs the number {key!r}, and rope_parameters has only "
+            f"{sorted(spec.params)}; add it there"
+        )
+    return float(value)
+
+
+def inverse_frequencies(spec: RopeSpec, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+    """Radians per position of each rotated pair, [R/2] in fp32, and the factor on cosine and sine.
+
+    The factor is 1 except for YaRN (arXiv 2309.00071, section 3.4). Raises `SpecError` when a scaling lacks a number.
+    """
+    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=device) / spec.dim
+    if spec.kind == "yarn":
+        return _yarn(spec, exponent)
+    theta = spec.theta
+    if spec.kind == "ntk_alpha":
+        theta = theta * _number(spec, "alpha") ** (spec.dim / (spec.dim - 2))
+    frequencies = 1.0 / theta**exponent
+    if spec.kind == "linear":
+        frequencies = frequencies / _number(spec, "factor")
+    elif spec.kind == "llama3":
+        frequencies = _llama3(spec, frequencies)
+    return frequencies, 1.0
+
+
+def _llama3(spec: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    factor = _number(spec, "factor")
+    low, high = _number(spec, "low_freq_factor"), _number(spec, "high_freq_factor")
+    original = _number(spec, "original_max_position_embeddings")
+    turns = original / (2 * math.pi / frequencies)
+    smooth = (turns - low) / (high - low)
+    between = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(turns < low, frequencies / factor, frequencies)
+    return torch.where((turns >= low) & (turns <= high), between, scaled)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """YaRN's temperature 0.1 · weight · ln(factor) + 1, or 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(spec: RopeSpec, exponent: Tensor) -> tuple[Tensor, float]:
+    factor = _number(spec, "factor")
+    original = _number(spec, "original_max_position_embeddings")
+    magnitude = spec.params.get("attention_factor")
+    if magnitude is None:
+        over, under = spec.params.get("mscale"), spec.params.get("mscale_all_dim")
+        if over and under:
+            magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
+        else:
+            magnitude = yarn_magnitude(factor)
+
+    def pair_with_turns(turns: float) -> float:
+        """Index of the pair that turns this often within the original context."""
+        return spec.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    first = pair_with_turns(float(spec.params.get("beta_fast") or 32))
+    last = pair_with_turns(float(spec.params.get("beta_slow") or 1))
+    if spec.params.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.dim - 1)
+    width = last - first if last != first else 0.001
+    pairs = torch.arange(spec.dim // 2, dtype=torch.float32, device=exponent.device)
+    kept = 1 - ((pairs - first) / width).clamp(0, 1)
+    period = spec.theta**exponent
+    return 1.0 / (factor * period) * (1 - kept) + 1.0 / period * kept, float(magnitude)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates pairs of R dimensions of x_BSHd; its backward rotates back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = interleaved, offset
+        return _rotated(x, cos, sin, interleaved, offset, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, *ctx.layout, -1.0), None, None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int, direction: float) -> Tensor:
+    rotated = 2 * cos.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for kept in (slice(0, offset), slice(offset + rotated, x.shape[-1])):
+        if kept.stop > kept.start:
+            y[..., kept] = x[..., kept]
+    if interleaved:
+        first, second = slice(offset, offset + rotated, 2), slice(offset + 1, offset + rotated, 2)
+    else:
+        middle = offset + rotated // 2
+        first, second = slice(offset, middle), slice(middle, offset + rotated)
+    a, b = x[..., first], x[..., second]
+    if x.dtype == cos.dtype:
+        torch.mul(a, cos, out=y[..., first]).addcmul_(b, sin, value=-direction)
+        torch.mul(b, cos, out=y[..., second]).addcmul_(a, sin, value=direction)
+    else:
+        y[..., first] = a * cos - direction * (b * sin)
+        y[..., second] = b * cos + direction * (a * sin)
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offset: int = 0) -> Tensor:
+    """Rotate queries or keys by their positions.
+
+    x [B, S, H, d]; cos and sin [1 or B, S, 1, R/2]. Dimensions `offset` to `offset + R` of each head are rotated, the
+    others pass through (partial rotary embedding). Pairs are (i, i + R/2), or (2i, 2i + 1) when `interleaved`.
+    """
+    return _Rotate.apply(x, cos, sin, interleaved, offset)  # type: ignore[no-any-return]
+
+
+def rope_table(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions [1 or B, S], each [1 or B, S, 1, R/2] in fp32."""
+    frequencies, magnitude = inverse_frequencies(spec, positions.device)
+    angles = positions[:, :, None, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
+    return cos, sin

@@ -1,0 +1,65 @@
+"""Where each token of a batch stands: its position, its document, and which tokens may see each other.
+
+Built once per forward pass and shared by all layers, so that rotary tables and the cuts between documents are computed
+once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic.model.rope import rope_table
+from moesaic.spec.model import RopeSpec
+
+
+class Sequences:
+    """B rows of S tokens, flattened row after row wherever a tensor has a single token dimension T = B · S.
+
+    `positions` [B, S] defaults to 0 … S − 1 in every row. `documents` [B, S] numbers the documents packed into a row;
+    a document is a run of equal numbers, and a token sees only its own document.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.batch = batch
+        self.length = length
+        self.positions = torch.arange(length, device=device)[None] if positions is None else positions
+        self.documents = documents
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._segments: dict[int | None, tuple[int, ...]] = {}
+
+    def rope(self, spec: RopeSpec, key: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1 or B, S, 1, R/2] of a rotary embedding; `key` identifies `spec`."""
+        if key not in self._tables:
+            self._tables[key] = rope_table(spec, self.positions)
+        return self._tables[key]
+
+    def segments(self, chunk: int | None = None) -> tuple[int, ...]:
+        """Lengths of the runs of tokens that see nothing outside themselves, in order; they sum to T.
+
+        Runs end with the row, with a document, and, given `chunk`, where position // chunk changes.
+        """
+        if chunk not in self._segments:
+            self._segments[chunk] = self._cut(chunk)
+        return self._segments[chunk]
+
+    def _cut(self, chunk: int | None) -> tuple[int, ...]:
+        rows = (self.length,) * self.batch
+        if self.documents is None and chunk is None:
+            return rows
+        starts = torch.zeros(self.batch, self.length, dtype=torch.bool, device=self.positions.device)
+        starts[:, 0] = True
+        if self.documents is not None:
+            starts[:, 1:] |= self.documents[:, 1:] != self.documents[:, :-1]
+        if chunk is not None:
+            chunks = self.positions // chunk
+            starts[:, 1:] |= chunks[:, 1:] != chunks[:, :-1]
+        edges = starts.flatten().nonzero().flatten().tolist() + [self.batch * self.length]
+        return tuple(end - start for start, end in zip(edges, edges[1:], strict=False))
