@@ -1,0 +1,357 @@
+"""Checkpoints that are whole or absent.
+
+A checkpoint is a folder `step-N`:
+
+    .metadata, *.distcp   weights, moments, random state   torch.distributed.checkpoint; see `open_state`
+    model.json            the ModelSpec
+    trainer.json          step, tokens and seconds so far, compute type, versions
+    run.toml              the run file as resolved (training only)
+    complete.json         the size of every file above; written last
+
+It is written under a name that starts with a dot, forced to the disk, and renamed. So whenever the process or the
+machine dies, `checkpoints/` holds only whole `step-N` folders, and left-overs that the next start removes. A folder
+whose files do not have the sizes of `complete.json` is not taken for a checkpoint.
+
+Weights are saved in the precision in which they are trained: the fp32 masters when the run computes in bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from moesaic import __version__
+from moesaic.model.decoder import Decoder
+from moesaic.spec.errors import MoesaicError
+from moesaic.spec.model import ModelSpec
+
+State = dict[str, Any]
+"""Nested dicts with tensors at the leaves."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class CheckpointError(MoesaicError):
+    """A checkpoint that cannot be written, read, or used with this model."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; the newest `keep` stay (0 keeps all).
+
+    `save` copies the state and returns; a thread writes it. An error in the thread is raised by the next call of
+    `check`, `save` or `wait`, as a CheckpointError; the checkpoints before it are untouched.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, state: State, files: dict[str, str]) -> None:
+        """Begin to save `state` and the small text `files` as `step-<step>`. Returns when the state is copied."""
+        self.wait()
+        copy = _clone(state)
+        self._thread = threading.Thread(target=self._write, args=(step, copy, files), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint being written is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread, if anything did."""
+        if self._error is None:
+            return
+        error, self._error = self._error, None
+        raise CheckpointError(_why_not_saved(self.folder, error)) from error
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """The newest valid checkpoint, and one sentence for each newer folder that is not valid."""
+        passed_over = []
+        for path in reversed(self.all()):
+            reason = damage(path)
+            if reason is None:
+                return path, passed_over
+            passed_over.append(f"{path} is not a whole checkpoint ({reason}); looking for an older one.")
+        return None, passed_over
+
+    def all(self) -> list[Path]:
+        """The `step-N` folders, oldest first."""
+        found = [p for p in self.folder.glob("step-*") if p.is_dir() and re.fullmatch(r"step-\d+", p.name)]
+        return sorted(found, key=lambda path: int(path.name[5:]))
+
+    def remove_leftovers(self) -> None:
+        """Delete what interrupted writes left behind."""
+        for path in self.folder.glob(".tmp-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, step: int, state: State, files: dict[str, str]) -> None:
+        try:
+            write(self.folder / f"step-{step}", state, files)
+            self._rotate()
+        except BaseException as error:  # torch reports failed writes as a BaseException
+            self._error = error
+
+    def _rotate(self) -> None:
+        for path in self.all()[: -self.keep or None] if self.keep else []:
+            # Renamed first: a half-deleted folder must not look like a checkpoint.
+            going = self.folder / f".tmp-old-{path.name}"
+            os.rename(path, going)
+            shutil.rmtree(going, ignore_errors=True)
+
+
+def write(folder: Path, state: State, files: dict[str, str]) -> None:
+    """Write a checkpoint to `folder`, replacing one that is there. On any error the temporary folder is removed.
+
+    Raises what the disk raises; torch wraps it in `dcp.api.CheckpointException`, a BaseException.
+    """
+    temporary = folder.parent / f".tmp-{folder.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        with _one_process():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), no_dist=True)
+        for name, text in files.items():
+            _write_text(temporary / name, text)
+        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        _write_text(temporary / "complete.json", json.dumps({"bytes": sizes}, indent=1))
+        _sync_folder(temporary)
+        if folder.exists():
+            old = folder.parent / f".tmp-old-{folder.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(folder, old)
+            os.rename(temporary, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(temporary, folder)
+        _sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the folder's entries to the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clone(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    return {key: _clone(value) for key, value in state.items()}
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """torch warns that no process group exists; here that is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _why_not_saved(folder: Path, error: BaseException) -> str:
+    reasons = list(_causes(error))
+    full = any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in reasons)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        free = -1
+    full = full or 0 <= free < 1 << 20
+    kept = Checkpoints(folder, 0).newest()[0]
+    kept_text = f"the last good checkpoint is {kept}" if kept else "there is no earlier checkpoint"
+    if full:
+        return (
+            f"The disk is full: a checkpoint could not be written to {folder} ({max(free, 0) / 2**20:.1f} MiB free); "
+            f"{kept_text}. Make room, or lower train.keep_checkpoints, and go on with --resume."
+        )
+    first = next((e for e in reasons if isinstance(e, OSError)), error)
+    return f"A checkpoint could not be written to {folder} ({first}); {kept_text}. Mend that and go on with --resume."
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what caused it, and what torch collected from its ranks."""
+    while error is not None:
+        yield error
+        for wrapped in getattr(error, "failures", {}).values():
+            if isinstance(wrapped, tuple) and isinstance(wrapped[0], BaseException):
+                yield from _causes(wrapped[0])
+        error = error.__cause__ or error.__context__
+
+
+# ---------------------------------------------------------------- reading
+
+
+def damage(folder: Path) -> str | None:
+    """What keeps `folder` from being a whole checkpoint, or None."""
+    marker = folder / "complete.json"
+    if not marker.is_file():
+        return "complete.json is missing"
+    try:
+        sizes = json.loads(marker.read_text())["bytes"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"complete.json cannot be read: {error}"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes and should have {size}"
+    return None
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest valid one of a run's folder or of its `checkpoints/`.
+
+    Raises CheckpointError when there is none.
+    """
+    path = Path(path)
+    if (path / "complete.json").exists() or re.fullmatch(r"step-\d+", path.name):
+        if not path.is_dir():
+            raise CheckpointError(f"There is no checkpoint at {path}: the folder does not exist.")
+        reason = damage(path)
+        if reason is not None:
+            raise CheckpointError(f"{path} is not a whole checkpoint: {reason}. Use an older one of {path.parent}.")
+        return path
+    for folder in (path / "checkpoints", path):
+        newest = Checkpoints(folder, 0).newest()[0]
+        if newest is not None:
+            return newest
+    raise CheckpointError(f"There is no checkpoint at {path}: give a step-N folder, or a run's folder that holds one.")
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The ModelSpec of a checkpoint. Raises CheckpointError when its model.json is missing or of another version."""
+    try:
+        return ModelSpec.model_validate_json((folder / "model.json").read_text())
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise CheckpointError(f"{folder / 'model.json'} does not describe a model: {first}.") from error
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """What trainer.json says: step, tokens, seconds, dtype, versions."""
+    try:
+        progress: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'trainer.json'} cannot be read: {error}.") from error
+    return progress
+
+
+def read(folder: Path, state: State) -> None:
+    """Load a checkpoint into the tensors of `state`, which names what is wanted.
+
+    Raises CheckpointError with torch's own reason when a tensor is missing or has another shape.
+    """
+    try:
+        with _one_process():
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reasons = [str(e).strip().splitlines()[0] for e in _causes(error) if str(e).strip()]
+        raise CheckpointError(f"{folder} cannot be read: {reasons[-1] if reasons else type(error).__name__}.") from error
+
+
+def first_difference(saved: ModelSpec, wanted: ModelSpec) -> str | None:
+    """The first architectural difference between two models as `path is A in the checkpoint and B here`, or None.
+
+    Names, notes and the original config do not count.
+    """
+    skipped = {"name", "notes", "hf_config", "family"}
+    return _difference(saved.model_dump(exclude=skipped), wanted.model_dump(exclude=skipped), "")
+
+
+def _difference(a: Any, b: Any, path: str) -> str | None:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in a:
+            found = _difference(a[key], b.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return None
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        if len(a) != len(b):
+            return f"{path} has {len(a)} entries in the checkpoint and {len(b)} here"
+        for i, (left, right) in enumerate(zip(a, b, strict=True)):
+            found = _difference(left, right, f"{path}.{i}")
+            if found:
+                return found
+        return None
+    if a == b:
+        return None
+    shown = [("absent" if v is None else "present" if isinstance(v, dict) else repr(v)) for v in (a, b)]
+    return f"{path} is {shown[0]} in the checkpoint and {shown[1]} here"
+
+
+# ---------------------------------------------------------------- models alone
+
+
+def model_state(decoder: Decoder, masters: dict[str, Tensor] | None = None) -> State:
+    """Parameters (or their fp32 `masters`) and persistent buffers by name: live tensors."""
+    return {name: (masters or {}).get(name, tensor) for name, tensor in decoder.state_dict(keep_vars=True).items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`fp32` or `bf16`."""
+    return next(name for name, known in _DTYPES.items() if known == dtype)
+
+
+def describe(spec: ModelSpec, dtype: torch.dtype, **progress: Any) -> dict[str, str]:
+    """The texts of model.json and trainer.json."""
+    trainer = {**progress, "dtype": dtype_name(dtype), "moesaic": __version__, "torch": torch.__version__}
+    return {"model.json": spec.model_dump_json(indent=1), "trainer.json": json.dumps(trainer, indent=1)}
+
+
+def save_model_checkpoint(decoder: Decoder, spec: ModelSpec, folder: str | Path) -> None:
+    """Write the weights of `decoder` alone as a checkpoint that `train`, `generate` and `export` can start from.
+
+    Raises CheckpointError when the disk refuses; then nothing is left behind.
+    """
+    folder = Path(folder)
+    dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
+    try:
+        write(folder, {"model": model_state(decoder)}, describe(spec, dtype, step=0, tokens=0, seconds=0.0))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise CheckpointError(_why_not_saved(folder.parent, error)) from error
+
+
+def load_model_checkpoint(folder: str | Path, dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder of a checkpoint (see `find` for what `folder` may be), with weights in `dtype`, by default the type
+    it was trained in. `decoder.spec` is its ModelSpec. Raises CheckpointError."""
+    path = find(folder)
+    spec = read_spec(path)
+    decoder = Decoder(spec, dtype=dtype or _DTYPES[read_progress(path)["dtype"]])
+    read(path, {"model": model_state(decoder)})
+    return decoder

@@ -1,0 +1,104 @@
+"""AdamW over fp32 masters.
+
+Parameters in fp32 are their own masters. A bf16 parameter has an fp32 master: the optimizer steps the master, and the
+parameter is the master rounded. Gradients of bf16 parameters are added up in fp32 as they come out of backward, so
+accumulation over micro-batches loses nothing and no bf16 gradient outlives its own backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: matrices yes (stacks of them too); biases, norms and other vectors no."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) for the parameters of `model`.
+
+    Set the learning rate with `step(lr)`. `masters` maps parameter names to the fp32 tensors that are stepped;
+    their `.grad` is where gradients are to be read and clipped.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_decay: float = 0.1
+    ) -> None:
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.masters: dict[str, nn.Parameter] = {}
+        for name, parameter in self.parameters.items():
+            self.masters[name] = parameter if parameter.dtype == torch.float32 else self._make_master(parameter)
+        self._rounded = [name for name, parameter in self.parameters.items() if parameter is not self.masters[name]]
+        groups: list[dict[str, Any]] = [
+            {"params": [m for n, m in self.masters.items() if decays(n, m)], "weight_decay": weight_decay},
+            {"params": [m for n, m in self.masters.items() if not decays(n, m)], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True
+        )
+        # The moments exist from the start, so that a checkpoint of step 0 and one of step 1000 have the same keys.
+        for master in self.masters.values():
+            self._adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
+            }
+
+    def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
+        master = nn.Parameter(parameter.detach().float())
+
+        def collect(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(collect)
+        return master
+
+    def gradients(self) -> list[Tensor]:
+        """The fp32 gradients that exist (an expert nobody chose may have none)."""
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
+    def clip(self, limit: float) -> float:
+        """The 2-norm of all gradients together; if it exceeds `limit` > 0, all are scaled by one coefficient.
+
+        The coefficient is limit / (norm + 1e-6), as in `torch.nn.utils.clip_grad_norm_`. A non-finite norm scales
+        nothing: the caller stops.
+        """
+        gradients = self.gradients()
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if limit > 0 and math.isfinite(norm) and norm > limit:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        return norm
+
+    def step(self, lr: float) -> None:
+        """One AdamW update of all masters with learning rate `lr`; parameters in bf16 get the rounded masters."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self.round_masters()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for name, master in self.masters.items():
+            master.grad = None
+            self.parameters[name].grad = None
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Set every bf16 parameter to its rounded master."""
+        if self._rounded:
+            targets: list[Tensor] = [self.parameters[name].detach() for name in self._rounded]
+            torch._foreach_copy_(targets, [self.masters[name].detach() for name in self._rounded])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The moments and the update count of each parameter, by its name: live tensors, to save or to load into."""
+        return {name: dict(self._adamw.state[master]) for name, master in self.masters.items()}

@@ -1,0 +1,28 @@
+"""The weights a run starts from: random ones, a Hugging Face folder's, or a dense model's."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.mesh.device import device
+from moesaic.model.decoder import Decoder
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.run import RunSpec
+from moesaic.train import upcycle
+
+
+def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: list[str]) -> Decoder:
+    """The decoder of `spec` with the weights that `model.init` asks for. What should be known is added to `notes`.
+
+    Every parameter is first drawn from the seed, so what a source does not give (a new router) is reproducible.
+    """
+    decoder = Decoder(spec, dtype=dtype, device=device().torch_device)
+    decoder.init_weights(run.train.seed)
+    if run.model.init == "hf":
+        from moesaic.hf import import_weights
+
+        import_weights(str(run.model.hf), decoder)
+    elif run.model.init == "upcycle":
+        source = upcycle.load_dense(str(run.model.upcycle_from))
+        notes += upcycle.upcycle(source, decoder)
+    return decoder
