@@ -97,7 +97,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sink: 
 
 
 def _window_mask(queries: int, keys: int, ahead: int, window: int, sink: bool, device: torch.device) -> Tensor:
-    """True where query i, which is key i + `ahead`, sees key j: [1, 1, queries, keys (+ 1)]; the sink is always seen."""
+    """[1, 1, queries, keys (+ 1)]: whether query i, which is key i + `ahead`, sees key j. The sink is always seen."""
     distance = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)[None]
     mask = (distance >= 0) & (distance < window)
     return F.pad(mask, (1, 0), value=True)[None, None] if sink else mask[None, None]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moesaic.model.init import init_weights
 from moesaic.model.kernels import linear
 from moesaic.model.layer import Layer
-from moesaic.model.losses import IGNORED, LossParts, LossWeights, cross_entropy, routing_losses
+from moesaic.model.losses import IGNORED, NO_WEIGHTS, LossParts, LossWeights, cross_entropy, routing_losses
 from moesaic.model.mtp import MtpBlock, ahead, mtp_labels
 from moesaic.model.norms import make_norm
 from moesaic.model.router import Router, Routing
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
     def hidden(self, ids_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
         """Token ids [B, S] to hidden states [T, D] after the final norm."""
-        sequences = Sequences(*ids_BS.shape, positions_BS, documents_BS, ids_BS.device)
+        sequences = Sequences.of(ids_BS, positions_BS, documents_BS)
         return self._run(ids_BS, sequences)[0]
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -105,14 +105,14 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         *,
-        weights: LossWeights = LossWeights(),
+        weights: LossWeights = NO_WEIGHTS,
         step_tokens: int,
     ) -> LossParts:
         """Loss of one micro-batch as its share of a step with `step_tokens` trained tokens in all.
 
         `labels_BS` holds the token to predict at each position, −100 where none is trained.
         """
-        sequences = Sequences(*ids_BS.shape, positions_BS, documents_BS, ids_BS.device)
+        sequences = Sequences.of(ids_BS, positions_BS, documents_BS)
         x_TD, routings = self._run(ids_BS, sequences)
         trained_B = (labels_BS != IGNORED).sum(1)
         scale = 1.0 / step_tokens
@@ -140,14 +140,15 @@ class Decoder(nn.Module):
             self._note(layer, routing, routings)
         return self.norm(x_TD), routings
 
-    def _note(self, layer: nn.Module, routing: Routing | None, routings: list[tuple[Router, Routing]]) -> None:
+    def _note(self, layer: Layer, routing: Routing | None, routings: list[tuple[Router, Routing]]) -> None:
         """Counting here, outside the layer, keeps a layer that is recomputed in backward from counting twice."""
         if routing is None:
             return
-        router = layer.moe.router  # type: ignore[union-attr]
+        assert layer.moe is not None
+        router = layer.moe.router
         if self.training:
-            router.count(routing)  # type: ignore[operator]
-        routings.append((router, routing))  # type: ignore[arg-type]
+            router.count(routing)
+        routings.append((router, routing))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         largest, smallest = int(ids_BS.max()), int(ids_BS.min())
@@ -193,7 +194,7 @@ class Decoder(nn.Module):
         for depth, block in enumerate(self.mtp, start=1):
             ahead_TD = self._embed(ahead(ids_BS, depth, 0, sequences.documents))
             x_TD, out_TD, routing = block(x_TD, ahead_TD, sequences)
-            self._note(block.layer, routing, routings)  # type: ignore[arg-type]
+            self._note(block.layer, routing, routings)
             labels = mtp_labels(labels_BS, depth, sequences.documents)
             losses.append(self._cross_entropy(out_TD, labels, scale)[0])
         return torch.stack(losses).mean(), routings

@@ -40,6 +40,10 @@ class LossWeights:
     mtp: float = 0.0
 
 
+NO_WEIGHTS = LossWeights()
+"""Cross entropy alone."""
+
+
 @dataclass
 class LossParts:
     """Loss of one micro-batch.

@@ -103,7 +103,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, *ctx.layout, -1.0), None, None, None, None
+        interleaved, offset = ctx.layout
+        return _rotated(grads[0], cos, sin, interleaved, offset, -1.0), None, None, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int, direction: float) -> Tensor:

@@ -6,6 +6,8 @@ once.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,12 @@ class Sequences:
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._segments: dict[int | None, tuple[int, ...]] = {}
 
+    @classmethod
+    def of(cls, ids: Tensor, positions: Tensor | None, documents: Tensor | None) -> Sequences:
+        """The sequences of token ids [B, S]."""
+        batch, length = ids.shape
+        return cls(batch, length, positions, documents, ids.device)
+
     def rope(self, spec: RopeSpec, key: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1 or B, S, 1, R/2] of a rotary embedding; `key` identifies `spec`."""
         if key not in self._tables:
@@ -62,4 +70,4 @@ class Sequences:
             chunks = self.positions // chunk
             starts[:, 1:] |= chunks[:, 1:] != chunks[:, :-1]
         edges = starts.flatten().nonzero().flatten().tolist() + [self.batch * self.length]
-        return tuple(end - start for start, end in zip(edges, edges[1:], strict=False))
+        return tuple(end - start for start, end in pairwise(edges))
