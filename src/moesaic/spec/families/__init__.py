@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from moesaic.spec import presets
 from moesaic.spec.errors import SpecError, nearest
 from moesaic.spec.families import dense, native, sigmoid, softmax
@@ -97,7 +99,20 @@ def _read(raw: Mapping[str, Any], name: str, strict: bool) -> ModelSpec:
         return _read({"model_type": "llama4_text", **text, "notes": notes}, name, strict)
     if kind is None:
         raise SpecError(f"{name}: the config has no model_type; add one of {', '.join(sorted(FAMILIES))}.")
+    if kind == "moesaic" and "spec" in raw:
+        return _whole(raw, name)
     family = SAME_FAMILY.get(str(kind), str(kind))
     if family not in FAMILIES:
         raise SpecError(f"{name}: model_type {kind!r} is not supported; {nearest(str(kind), [*FAMILIES, *SAME_FAMILY])}")
     return FAMILIES[family](Config(raw, family, name, strict))
+
+
+def _whole(raw: Mapping[str, Any], name: str) -> ModelSpec:
+    """A config of ours that holds a whole specification, written for models that the other keys cannot say."""
+    try:
+        spec = ModelSpec.model_validate(raw["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SpecError(f"{name}: spec.{where} of the config is wrong: {first['msg']}.") from None
+    return spec.model_copy(update={"family": "moesaic", "hf_config": dict(raw)})
