@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.hf.config import export_config
 from moesaic.hf.errors import WeightsError
 from moesaic.hf.layout import Piece, Rule
-from moesaic.hf.mapping import rules
+from moesaic.hf.mapping import OWN_FAMILY, rules
 from moesaic.hf.safetensors_io import Planned, ShardPlan, write_header, write_tensor
 from moesaic.spec.model import ModelSpec
 
@@ -51,10 +51,13 @@ class Exported:
     notes: list[str] = field(default_factory=list)
 
 
-def side_files(folder: Path) -> list[Path]:
-    """The tokenizer and generation files of a Hugging Face folder."""
-    found = [folder / name for name in SIDE_FILES if (folder / name).is_file()]
-    return found + sorted(path for pattern in _SIDE_PATTERNS for path in folder.glob(pattern))
+def side_files(source: Path) -> dict[str, Path]:
+    """The tokenizer and generation files of a Hugging Face folder by name; a file alone is a tokenizer.json."""
+    if source.is_file():
+        return {"tokenizer.json": source}
+    found = [source / name for name in SIDE_FILES if (source / name).is_file()]
+    found += sorted(path for pattern in _SIDE_PATTERNS for path in source.glob(pattern))
+    return {path.name: path for path in found}
 
 
 def export_tensors(
@@ -76,7 +79,7 @@ def export_tensors(
     Args:
         family: whose format; the spec's own by default, `moesaic` for our names verbatim.
         dtype: of the weights on disk; by default that of the embedding. Selection biases stay fp32.
-        side_from: folder whose tokenizer and generation files are copied.
+        side_from: folder whose tokenizer and generation files are copied, or a tokenizer.json.
         overwrite: replaces an existing folder, after the new one is complete.
 
     Raises:
@@ -85,6 +88,8 @@ def export_tensors(
     """
     dtype = dtype or tensors["embed.weight"].dtype
     result = Exported(folder)
+    if (family or spec.family) == OWN_FAMILY:
+        spec = _with_added_biases(spec, tensors)
     wanted = rules(spec, family)
     _check_tensors(spec, wanted, tensors)
     plan, pieces = _plan(wanted, dtype, max_shard_bytes)
@@ -112,8 +117,8 @@ def export_tensors(
                 os.fsync(file.fileno())
         plan.write_index(partial)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for path in side_files(side_from) if side_from is not None else ():
-            shutil.copyfile(path, partial / path.name)
+        for name, path in side_files(side_from).items() if side_from is not None else ():
+            shutil.copyfile(path, partial / name)
         _put_in_place(partial, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -126,6 +131,17 @@ def export_tensors(
         shutil.rmtree(partial, ignore_errors=True)
     result.files = sorted(path.name for path in folder.iterdir())
     return result
+
+
+def _with_added_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    """The spec with the selection biases that training gave to routers without one."""
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        if layer.moe is not None and f"layers.{i}.moe.router.select_bias" in tensors:
+            router = layer.moe.router.model_copy(update={"select_bias": True})
+            layer = layer.model_copy(update={"moe": layer.moe.model_copy(update={"router": router})})
+        layers.append(layer)
+    return spec.model_copy(update={"layers": tuple(layers)})
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:

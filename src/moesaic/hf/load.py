@@ -101,6 +101,12 @@ def import_tensors(
     return report
 
 
+def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
+    """Whether the checkpoint holds any tensor of the model's multi-token prediction blocks."""
+    keys = _text_keys(Weights(folder), Imported())
+    return any(key in keys for rule in rules(spec) if rule.mtp for key in rule.keys())
+
+
 def _text_keys(weights: Weights, report: Imported) -> dict[str, str]:
     """Names as in a text-only checkpoint, each with its key on disk."""
     for prefix, replacement in _PREFIXES:
