@@ -43,7 +43,9 @@ SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Other values of `model_type` whose architecture is another family's."""
 
 
-def load_model_spec(source: str | Path | Mapping[str, Any], *, strict: bool = False, name: str | None = None) -> ModelSpec:
+def load_model_spec(
+    source: str | Path | Mapping[str, Any], *, strict: bool = False, name: str | None = None
+) -> ModelSpec:
     """A `ModelSpec` from a preset name, a config.json, a folder that holds one, or a dictionary of its keys.
 
     A string is a preset's name if there is one (whatever its case), and a path otherwise. Files carry many keys that
@@ -63,14 +65,18 @@ def load_model_spec(source: str | Path | Mapping[str, Any], *, strict: bool = Fa
     if not path.exists():
         if isinstance(source, str) and os.sep not in source:
             raise SpecError(f"There is no preset and no file named {source!r}; {nearest(source, presets.PRESETS)}")
-        raise SpecError(f"There is no file or folder {str(path)!r}; give a config.json, its folder, or a preset's name.")
+        raise SpecError(
+            f"There is no file or folder {str(path)!r}; give a config.json, its folder, or a preset's name."
+        )
     return _read(_load(path), name or _name_of(path), strict)
 
 
 def _load(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise SpecError(f"The folder {str(path)!r} has no config.json; give a folder that Hugging Face saved, or a preset.")
+        raise SpecError(
+            f"The folder {str(path)!r} has no config.json; give a folder that Hugging Face saved, or a preset."
+        )
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +109,9 @@ def _read(raw: Mapping[str, Any], name: str, strict: bool) -> ModelSpec:
         return _whole(raw, name)
     family = SAME_FAMILY.get(str(kind), str(kind))
     if family not in FAMILIES:
-        raise SpecError(f"{name}: model_type {kind!r} is not supported; {nearest(str(kind), [*FAMILIES, *SAME_FAMILY])}")
+        raise SpecError(
+            f"{name}: model_type {kind!r} is not supported; {nearest(str(kind), [*FAMILIES, *SAME_FAMILY])}"
+        )
     return FAMILIES[family](Config(raw, family, name, strict))
 
 

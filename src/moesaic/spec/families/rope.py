@@ -52,7 +52,9 @@ def rope(config: Config, head_dim: int, *, interleaved: bool = False, partial: b
         share = rotary_dim / head_dim if rotary_dim else config.value("partial_rotary_factor")
     if share is not None:
         if share != 1.0 and not partial:
-            raise SpecError(f"{config.name}: {config.family} rotates whole heads; remove partial_rotary_factor {share}.")
+            raise SpecError(
+                f"{config.name}: {config.family} rotates whole heads; remove partial_rotary_factor {share}."
+            )
         dim = int(head_dim * share)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise SpecError(
@@ -89,9 +91,7 @@ def _derive(config: Config, kind: str, numbers: dict[str, Any]) -> dict[str, Any
     factor = float(numbers["factor"])
     if numbers.get("attention_factor") is None:
         if kind == "longrope":
-            numbers["attention_factor"] = (
-                1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-            )
+            numbers["attention_factor"] = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
         elif numbers.get("mscale") and numbers.get("mscale_all_dim"):
             numbers["attention_factor"] = yarn_magnitude(factor, numbers["mscale"]) / yarn_magnitude(
                 factor, numbers["mscale_all_dim"]

@@ -35,14 +35,14 @@ def phimoe(config: Config) -> ModelSpec:
     """Phi-3.5-MoE: sparsemixer routing of exactly two experts, layer norms with bias."""
     experts, top_k = _experts(config)
     if top_k != 2:
-        raise SpecError(f"{config.name}: sparsemixer picks two experts, but num_experts_per_tok is {top_k}; set it to 2.")
+        raise SpecError(
+            f"{config.name}: sparsemixer picks two experts, but num_experts_per_tok is {top_k}; set it to 2."
+        )
     moe = MoeSpec(
         router=parts.router(config, experts, top_k, score="sparsemixer", jitter=config.number("router_jitter_noise")),
         expert=parts.mlp(config, config.integer("intermediate_size")),
     )
-    attention = parts.gqa(
-        config, bias=config.flag("attention_bias"), window=config.optional_integer("sliding_window")
-    )
+    attention = parts.gqa(config, bias=config.flag("attention_bias"), window=config.optional_integer("sliding_window"))
     layers = _all_sparse(config, attention, moe)
     return parts.model(config, layers, norm="layer", norm_bias=True, head_bias=config.flag("lm_head_bias"))
 
@@ -181,9 +181,7 @@ def hunyuan_v1_moe(config: Config) -> ModelSpec:
     experts, top_k = config.per_layer("num_experts", count, 1), config.per_layer("moe_topk", count, 1)
     expert = parts.mlp(config, config.integer("intermediate_size"))
     norm = "head" if config.flag("use_qk_norm") else "none"
-    attention = parts.gqa(
-        config, bias=config.flag("attention_bias"), qk_norm=norm, qk_norm_after_rope=True
-    )
+    attention = parts.gqa(config, bias=config.flag("attention_bias"), qk_norm=norm, qk_norm_after_rope=True)
     layers = tuple(
         LayerSpec(
             attention=attention,

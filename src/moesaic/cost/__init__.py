@@ -1,0 +1,1 @@
+"""What a run costs: parameters, FLOPs, bytes, memory and time. No torch."""
