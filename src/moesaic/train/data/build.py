@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.console import Console
 
 from moesaic.train.data.bpe import train_bpe
@@ -50,9 +49,9 @@ def build_data(run: RunSpec, vocab: int, cache_dir: str | Path, console: Console
         raise DataError("data.path is not set; give a text file, a folder, JSONL, parquet, Arrow or a Megatron pair.")
     notices: list[str] = []
     kind, _ = resolve(table.path, table.format)
-    tokenizer = tokenizer_of(table, cache_dir, kind, console)
+    tokenizer: BytesTokenizer | JsonTokenizer | None = tokenizer_of(table, cache_dir, kind, console)
     store = read_tokens(table, table.path, tokenizer, vocab, cache_dir, notices, console)
-    if store.bytes_table is None and store.token_bytes is None:
+    if kind == "megatron" and tokenizer is not None and not may_have_made(tokenizer, store):
         tokenizer = None
     if table.validation_path is not None:
         if table.validation_fraction > 0:
@@ -81,10 +80,13 @@ def build_data(run: RunSpec, vocab: int, cache_dir: str | Path, console: Console
             pad=pad if pad < vocab else 0,
         )
         require_sequences(sequences, what)
-        notices.append(
-            f"{what}: {stream.tokens:,} tokens in {stream.documents:,} documents, "
-            f"{len(sequences):,} sequences of {seq_len:,}"
+        size = (
+            f"{stream.tokens:,} tokens in {stream.documents:,} documents, {len(sequences):,} sequences of {seq_len:,}"
         )
+        if training:
+            passes = run.train.steps * run.train.global_batch / len(sequences)
+            size += f", seen {passes:.3g} times in {run.train.steps:,} steps"
+        notices.append(f"{what}: {size}")
         return TokenDataset(
             sequences,
             vocab=vocab,
@@ -125,7 +127,7 @@ def read_tokens(
     """The tokens at `path`, from the cache, from a Megatron pair or tokenised now; adds to `notices`."""
     kind, files = resolve(path, table.format)
     if kind == "megatron":
-        return read_pair(files[0], table, tokenizer, vocab, notices)
+        return read_pair(files[0], tokenizer, vocab, notices)
     if tokenizer is None:
         raise DataError(f"{path} is text, but the training data are tokens without a tokenizer; set data.tokenizer.")
     end = tokenizer.document_end if table.add_document_end else None
@@ -133,7 +135,7 @@ def read_tokens(
         notices.append(f"tokenizer {tokenizer.name} has no token that ends a document; documents are laid end to end")
     if end is not None and end >= vocab:
         raise DataError(
-            f"the document end of tokenizer {tokenizer.name} is id {end:,}, beyond the model's vocabulary of {vocab:,}; "
+            f"the document end of tokenizer {tokenizer.name} is id {end:,}, beyond the model's {vocab:,} ids; "
             f"give the model a vocab_size of at least {end + 1:,}, or set data.add_document_end = false."
         )
     source = open_source(path, table.format, table.text_key)
@@ -144,18 +146,19 @@ def read_tokens(
 
 
 def read_pair(
-    prefix: Path, table: DataTable, tokenizer: BytesTokenizer | JsonTokenizer | None, vocab: int, notices: list[str]
+    prefix: Path, tokenizer: BytesTokenizer | JsonTokenizer | None, vocab: int, notices: list[str]
 ) -> TokenStore:
     """A Megatron pair; the tokenizer, if it can have made the tokens, tells the bytes that they cover."""
     store = read_megatron(prefix)
     if store.max_id is not None:
         check_vocab(store.max_id, vocab, f"unknown, from {prefix}.bin")
-    notices.append(
-        f"data: megatron, {store.tokens:,} tokens in {prefix}.bin, taken as they are: document ends are those in the file"
-    )
-    fits = tokenizer is not None and store.max_id is not None and store.max_id < tokenizer.vocab_size
-    if tokenizer is None or tokenizer.bytes_table is None or not fits:
-        notices.append("data: bytes per token are unknown, so no bits per byte; set data.tokenizer to a byte-level one")
+    notices.append(f"data: megatron, {store.tokens:,} tokens in {prefix}.bin, with the document ends that it has")
+    if tokenizer is None or tokenizer.bytes_table is None or not may_have_made(tokenizer, store):
+        notices.append("data: bytes per token are unknown, so no bits per byte; a byte-level data.tokenizer tells them")
         return store
-    table_of = np.asarray(tokenizer.bytes_table)
-    return TokenStore(store.ids, store.begin, store.length, None, table_of, store.max_id)
+    return replace(store, bytes_table=tokenizer.bytes_table)
+
+
+def may_have_made(tokenizer: BytesTokenizer | JsonTokenizer, store: TokenStore) -> bool:
+    """Whether all ids of `store` are ids of `tokenizer`."""
+    return store.max_id is not None and store.max_id < tokenizer.vocab_size

@@ -44,32 +44,31 @@ def megatron_prefix(path: Path) -> Path | None:
     return None
 
 
-def list_folder(folder: Path, pattern: str | None = None) -> list[Path]:
-    """All files under `folder`, sorted by their path inside it; hidden ones and `__pycache__` are left out."""
+def list_folder(folder: Path) -> list[Path]:
+    """All regular files under `folder`, sorted by their path in it; hidden ones and `__pycache__` are left out."""
     found: list[Path] = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        found.extend(Path(root) / name for name in names if not name.startswith("."))
-    if pattern is not None:
-        wanted = {Path(name) for name in globbing.glob(str(folder / pattern), recursive=True)}
-        found = [path for path in found if path in wanted]
+        paths = (Path(root) / name for name in names if not name.startswith("."))
+        found.extend(path for path in paths if path.is_file())
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def find_files(path: str | Path, pattern: str | None = None) -> list[Path]:
+def find_files(path: str | Path) -> list[Path]:
     """The files that `path` (a file, a folder, or a glob such as "src/**/*.py") stands for, in a fixed order.
 
     Raises DataError if there are none.
     """
     given = Path(path).expanduser()
     if given.is_dir():
-        files = list_folder(given, pattern)
+        files = list_folder(given)
         if not files:
-            wanted = f" that match {pattern!r}" if pattern else ""
-            raise DataError(f"the data folder {given} has no files{wanted}; put text, JSONL or parquet files there.")
+            raise DataError(f"the data folder {given} has no files; put text, JSONL or parquet files there.")
         return files
-    if given.exists():
+    if given.is_file():
         return [given]
+    if given.exists():
+        raise DataError(f"the data path {given} is neither a file nor a folder; save its contents to a file first.")
     if globbing.has_magic(str(given)):
         matches = [Path(name) for name in globbing.glob(str(given), recursive=True)]
         files = sorted((match for match in matches if match.is_file()), key=lambda match: match.as_posix())
@@ -83,7 +82,7 @@ def find_files(path: str | Path, pattern: str | None = None) -> list[Path]:
     raise DataError(f"the data path {given} does not exist.{hint}")
 
 
-def resolve(path: str | Path, kind: str = "auto", pattern: str | None = None) -> tuple[str, list[Path]]:
+def resolve(path: str | Path, kind: str = "auto") -> tuple[str, list[Path]]:
     """The format (one of FORMATS) and the files of a data path.
 
     `kind` "auto" goes by the names: a folder takes the structured format (JSONL, parquet, Arrow) that makes up most of
@@ -97,11 +96,11 @@ def resolve(path: str | Path, kind: str = "auto", pattern: str | None = None) ->
         return "arrow", [given]
     if kind in ("auto", "megatron"):
         prefix = megatron_prefix(given)
-        if prefix is not None and (kind == "megatron" or not given.is_file() or Path(f"{prefix}.idx").is_file()):
+        if prefix is not None:
             return "megatron", [prefix]
         if kind == "megatron":
             raise DataError(f"there is no Megatron pair {given}.bin and {given}.idx; give their common prefix.")
-    files = find_files(given, pattern)
+    files = find_files(given)
     if kind == "auto":
         size: Counter[str] = Counter()
         for file in files:

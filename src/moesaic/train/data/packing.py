@@ -159,6 +159,6 @@ def require_sequences(sequences: Sequences, what: str) -> None:
     if not sequences.pack:
         raise DataError(f"every document of the {what} data has a single token; nothing can be predicted.")
     raise DataError(
-        f"the {what} data has {tokens:,} tokens, fewer than one sequence of train.seq_len + 1 = {sequences.seq_len + 1:,}; "
+        f"the {what} data has {tokens:,} tokens, but one sequence takes train.seq_len + 1 = {sequences.seq_len + 1:,}; "
         f"set train.seq_len to {tokens - 1:,} or less, or give more text."
     )

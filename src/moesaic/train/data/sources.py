@@ -82,27 +82,31 @@ class Source:
                 skipped.append(path)
             done += path.stat().st_size
         if skipped:
-            self.notices.append(
-                f"{len(skipped):,} of {len(self.files):,} files left out, not UTF-8 text: {skipped[0]}, …"
-            )
+            first = f"the first is {skipped[0]}"
             if len(skipped) == len(self.files):
-                raise DataError(
-                    f"none of the {len(self.files):,} data files is UTF-8 text, the first being {skipped[0]}."
-                )
+                raise DataError(f"none of the {len(self.files):,} data files is UTF-8 text, {first}; set data.format.")
+            self.notices.append(f"{len(skipped):,} of {len(self.files):,} files are not UTF-8 text: left out, {first}")
 
     def jsonl(self) -> Iterator[Piece]:
         """Each line is an object whose `text_key` holds a document."""
-        done = 0
+        done = broken = 0
         for path in self.files:
             with open_or_fail(path) as raw:
                 stream = gzip.open(raw) if path.name.endswith(".gz") else raw
                 try:
                     for number, line in enumerate(stream, start=1):
-                        if line.strip():
-                            yield Piece(self.json_text(path, number, line), True, done + raw.tell())
+                        if not line.strip():
+                            continue
+                        text = self.json_text(path, number, line)
+                        if b"\\ud" in line.lower() and not encodable(text):
+                            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                            broken += 1
+                        yield Piece(text, True, done + raw.tell())
                 except (OSError, EOFError) as error:
                     raise DataError(f"the data file {path} cannot be read to its end: {one_line(error)}.") from error
             done += path.stat().st_size
+        if broken:
+            self.notices.append(f"{broken:,} documents had half surrogate pairs, which became U+FFFD")
 
     def json_text(self, path: Path, number: int, line: bytes) -> str:
         """The document on one line of a JSONL file."""
@@ -142,7 +146,7 @@ class Source:
             done += size
 
     def arrow(self) -> Iterator[Piece]:
-        """Rows of Arrow files, or of a folder written by `datasets`' save_to_disk (its "train" split if it has splits)."""
+        """Rows of Arrow files, or of a folder from `datasets`' save_to_disk (its "train" split if it has splits)."""
         done = 0
         for path in self.files:
             if path.is_dir():
@@ -179,17 +183,17 @@ class Source:
         if self.text_key not in schema.names:
             raise DataError(missing_key(str(path), self.text_key, schema.names))
         kind = schema.field(self.text_key).type
-        if str(kind) not in ("string", "large_string", "string_view"):
+        if str(getattr(kind, "value_type", kind)) not in ("string", "large_string", "string_view"):
             raise DataError(f"column {self.text_key!r} of {path} is {kind}, not text; set data.text_key.")
 
 
-def open_source(path: str | Path, kind: str = "auto", text_key: str = "text", pattern: str | None = None) -> Source:
+def open_source(path: str | Path, kind: str = "auto", text_key: str = "text") -> Source:
     """The documents at `path`; see `files.resolve` for how `kind` "auto" is decided.
 
     Raises DataError for paths that do not exist, are empty or cannot be opened. Not for Megatron pairs, which hold
     tokens and not text.
     """
-    found, files = resolve(path, kind, pattern)
+    found, files = resolve(path, kind)
     source = Source(found, files, text_key)
     if found == "megatron":
         return source
@@ -198,6 +202,15 @@ def open_source(path: str | Path, kind: str = "auto", text_key: str = "text", pa
     if source.size() == 0:
         raise DataError(f"the data at {path} is empty: {len(source.all_files())} files of 0 bytes.")
     return source
+
+
+def encodable(text: str) -> bool:
+    """Whether `text` has a UTF-8 form; half of a surrogate pair, which JSON can spell, has none."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class NotText(Exception):
@@ -282,9 +295,6 @@ def common_parts(files: list[Path]) -> tuple[str, ...]:
     """Parts of the deepest folder that holds all `files`."""
     parts = files[0].parent.parts
     for path in files[1:]:
-        other = path.parent.parts
-        same = next(
-            (i for i, (a, b) in enumerate(zip(parts, other, strict=False)) if a != b), min(len(parts), len(other))
-        )
-        parts = parts[:same]
+        while path.parent.parts[: len(parts)] != parts:
+            parts = parts[:-1]
     return parts or (".",)

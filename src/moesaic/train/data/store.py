@@ -1,4 +1,4 @@
-"""Documents as tokens: tokenised once, kept in memory-mapped files, shared by every process that reads the same data."""
+"""Documents as tokens: tokenised once, kept in memory-mapped files, shared by all processes that read the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class TokenStore:
 
     ids: one long array, memory-mapped; begin and length, int64 [documents]: document d is ids[begin : begin + length].
     token_bytes: UTF-8 bytes that each token covers, like ids; None where `bytes_table` by id tells, or nothing does.
-    max_id: the largest id, None if not looked up. closed: every document ends with the tokenizer's document end.
+    max_id: the largest id, None if not looked up. notices: what was left out when the documents were read.
     """
 
     ids: NDArray[Any]
@@ -120,7 +121,7 @@ def build(
     part.mkdir()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     by_token = tokenizer.bytes_table is None
-    lengths: list[int] = []
+    lengths = array("q")
     state = {"max_id": 0, "open": 0, "empty": 0, "text_bytes": 0}
     try:
         with (
@@ -174,7 +175,7 @@ def build(
         notices = list(source.notices)
         if state["empty"]:
             notices.append(f"{state['empty']:,} empty documents left out")
-        np.save(part / "lengths.npy", np.array(lengths, dtype=np.int64))
+        np.save(part / "lengths.npy", np.frombuffer(lengths, dtype=np.int64))
         meta = {
             "version": VERSION,
             "dtype": dtype.name,
@@ -226,4 +227,13 @@ def progress_bar(total: int, console: Console | None, what: str = "tokenising") 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console or Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=max(1, total))
-        yield lambda read: progress.update(task, completed=read)
+        shown = 0
+
+        def advance(read: int) -> None:
+            # Updates take longer than short documents, so only visible ones are made.
+            nonlocal shown
+            if read - shown >= total / 500:
+                shown = read
+                progress.update(task, completed=read)
+
+        yield advance

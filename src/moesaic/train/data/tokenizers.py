@@ -182,7 +182,7 @@ def find_tokenizer_file(path: Path) -> Path:
         hint = ""
         if any(name in ("tokenizer.model", "spiece.model", "merges.txt", "tiktoken.model") for name in names):
             hint = (
-                " It has a tokenizer of an older kind; AutoTokenizer.from_pretrained(…).save_pretrained(…) converts it."
+                " It holds an older kind; transformers' AutoTokenizer converts it (from_pretrained, save_pretrained)."
             )
         raise DataError(f"there is no tokenizer.json in {path} ({len(names)} files).{hint}")
     if not path.exists():
