@@ -140,11 +140,11 @@ class Decoder(nn.Module):
             self._note(layer, routing, routings)
         return self.norm(x_TD), routings
 
-    def _note(self, layer: Layer, routing: Routing | None, routings: list[tuple[Router, Routing]]) -> None:
+    def _note(self, layer: nn.Module, routing: Routing | None, routings: list[tuple[Router, Routing]]) -> None:
         """Counting here, outside the layer, keeps a layer that is recomputed in backward from counting twice."""
         if routing is None:
             return
-        assert layer.moe is not None
+        assert isinstance(layer, Layer) and layer.moe is not None
         router = layer.moe.router
         if self.training:
             router.count(routing)
@@ -193,8 +193,8 @@ class Decoder(nn.Module):
         routings: list[tuple[Router, Routing]] = []
         for depth, block in enumerate(self.mtp, start=1):
             ahead_TD = self._embed(ahead(ids_BS, depth, 0, sequences.documents))
-            x_TD, out_TD, routing = block(x_TD, ahead_TD, sequences)
-            self._note(block.layer, routing, routings)
+            x_TD, routing = block(x_TD, ahead_TD, sequences)
+            self._note(block.get_submodule("layer"), routing, routings)
             labels = mtp_labels(labels_BS, depth, sequences.documents)
-            losses.append(self._cross_entropy(out_TD, labels, scale)[0])
+            losses.append(self._cross_entropy(x_TD, labels, scale)[0])
         return torch.stack(losses).mean(), routings

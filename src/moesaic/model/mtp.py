@@ -34,16 +34,15 @@ class MtpBlock(nn.Module):
         self.layer = Layer(spec, model, dtype=dtype, device=device)
         self.norm = make_norm(model.norm, hidden, eps, bias, dtype=dtype, device=device)
 
-    def forward(
-        self, hidden_TD: Tensor, embedding_TD: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Routing | None]:
+    def forward(self, hidden_TD: Tensor, embedding_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:
         """Previous hidden state and the embedding of the token ahead, both [T, D].
 
-        Returns the hidden state for the next block, the same normalised for the head, and the routing.
+        The previous state is the model's after its final norm, or the previous block's output. Returns the normalised
+        state [T, D], for the head and for the next block, and the routing.
         """
         joined = torch.cat((self.embed_norm(embedding_TD), self.hidden_norm(hidden_TD)), dim=-1)
         x_TD, routing = self.layer(self.proj(joined), sequences)
-        return x_TD, self.norm(x_TD), routing
+        return self.norm(x_TD), routing
 
 
 def ahead(values_BS: Tensor, steps: int, fill: int, documents_BS: Tensor | None) -> Tensor:
