@@ -74,7 +74,10 @@ class RunSpec(Table):
         """
         from .families import load_model_spec
 
-        return load_model_spec(self.model_source())
+        source = self.model_source()
+        if isinstance(source, str):
+            return load_model_spec(source)
+        return load_model_spec(source, strict=list(self.model.inline), name=self.model.preset)
 
     @property
     def tokens_per_step(self) -> int:

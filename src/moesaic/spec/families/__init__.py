@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +43,35 @@ SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 
 
 def load_model_spec(
-    source: str | Path | Mapping[str, Any], *, strict: bool = False, name: str | None = None
+    source: str | Path | Mapping[str, Any], *, strict: bool | Collection[str] = False, name: str | None = None
 ) -> ModelSpec:
     """A `ModelSpec` from a preset name, a config.json, a folder that holds one, or a dictionary of its keys.
 
-    A string is a preset's name if there is one (whatever its case), and a path otherwise. Files carry many keys that
-    do not matter here, and those are ignored; `strict` refuses keys that the family does not know, which is what
-    catches a typo in keys written by hand.
+    A string without a slash that names a preset (whatever its case) is that preset; else it is a path if there is
+    something there; else a preset with its owner in front, as in "Qwen/Qwen3-30B-A3B".
+
+    Files carry many keys that do not matter here, and those are ignored. `strict` refuses keys that the family does
+    not know, which catches a typo in keys written by hand: all of them (True), or those named.
 
     Raises:
         SpecError: unknown preset, file, `model_type` or key, missing keys, or numbers that do not fit together.
     """
     if isinstance(source, Mapping):
-        return _read(source, name or str(source.get("name") or source.get("model_type") or "model"), strict)
-    if isinstance(source, str):
-        preset = presets.find(source)
+        checked = set(source) if strict is True else set(strict or ())
+        return _read(source, name or str(source.get("name") or source.get("model_type") or "model"), checked)
+    if strict is not False:
+        raise TypeError("strict is for a dictionary of keys")
+    path, text = Path(source), source if isinstance(source, str) else ""
+    if text and ("/" not in text or not path.exists()):
+        preset = presets.find(text)
         if preset is not None:
-            return _read(presets.PRESETS[preset], name or preset, strict=False)
-    path = Path(source)
+            return _read(presets.PRESETS[preset], name or preset, set())
     if not path.exists():
-        if isinstance(source, str) and os.sep not in source:
-            raise SpecError(f"There is no preset and no file named {source!r}; {nearest(source, presets.PRESETS)}")
         raise SpecError(
-            f"There is no file or folder {str(path)!r}; give a config.json, its folder, or a preset's name."
+            f"There is no preset and no file named {str(source)!r}; {nearest(str(source), presets.PRESETS)} "
+            f"(`moesaic model --list` shows all)."
         )
-    return _read(_load(path), name or _name_of(path), strict)
+    return _read(_load(path), name or _name_of(path), set())
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -95,14 +98,15 @@ def _name_of(path: Path) -> str:
     return path.parent.name if path.name == "config.json" else path.stem
 
 
-def _read(raw: Mapping[str, Any], name: str, strict: bool) -> ModelSpec:
+def _read(raw: Mapping[str, Any], name: str, checked: set[str]) -> ModelSpec:
     kind = raw.get("model_type")
     if kind == "llama4" or (kind is None and isinstance(raw.get("text_config"), Mapping)):
         text = raw.get("text_config")
         if not isinstance(text, Mapping):
             raise SpecError(f"{name}: a llama4 config needs its text_config table; give it, or model_type llama4_text.")
+        checked = set(text) if "text_config" in checked else set()
         notes = [*(raw.get("notes") or ()), "only the text model of a text-and-image config"]
-        return _read({"model_type": "llama4_text", **text, "notes": notes}, name, strict)
+        return _read({"model_type": "llama4_text", **text, "notes": notes}, name, checked)
     if kind is None:
         raise SpecError(f"{name}: the config has no model_type; add one of {', '.join(sorted(FAMILIES))}.")
     if kind == "moesaic" and "spec" in raw:
@@ -112,7 +116,7 @@ def _read(raw: Mapping[str, Any], name: str, strict: bool) -> ModelSpec:
         raise SpecError(
             f"{name}: model_type {kind!r} is not supported; {nearest(str(kind), [*FAMILIES, *SAME_FAMILY])}"
         )
-    return FAMILIES[family](Config(raw, family, name, strict))
+    return FAMILIES[family](Config(raw, family, name, checked))
 
 
 def _whole(raw: Mapping[str, Any], name: str) -> ModelSpec:

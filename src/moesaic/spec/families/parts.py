@@ -30,6 +30,11 @@ def head_dim_of(config: Config) -> int:
     return hidden // heads
 
 
+def head_norm(config: Config) -> QkNorm:
+    """Norms per query and key head where `use_qk_norm` asks for them."""
+    return "head" if config.flag("use_qk_norm") else "none"
+
+
 def gqa(
     config: Config,
     *,
@@ -113,9 +118,7 @@ def router(config: Config, experts: int, top_k: int, **switches: Any) -> RouterS
         )
     size = experts // spec.groups
     if not 1 <= spec.groups_kept <= spec.groups:
-        raise SpecError(
-            f"{name}: topk_group keeps {spec.groups_kept} of {spec.groups} groups; take 1 to {spec.groups}."
-        )
+        raise SpecError(f"{name}: topk_group keeps {spec.groups_kept} of {spec.groups} groups; keep 1 to all.")
     if spec.groups > 1 and spec.group_score == "best2" and size < 2:
         raise SpecError(
             f"{name}: groups are ranked by their two best experts, but {experts} experts in {spec.groups} groups leave "

@@ -29,7 +29,7 @@ class Config:
     knows null, and takes the default where a value is needed. Sizes that were filled in are collected for a note.
     """
 
-    def __init__(self, raw: Mapping[str, Any], family: str, name: str, strict: bool = False) -> None:
+    def __init__(self, raw: Mapping[str, Any], family: str, name: str, checked: Iterable[str] = ()) -> None:
         self.original = dict(raw)
         self.raw = dict(raw)
         self.family = family
@@ -40,8 +40,7 @@ class Config:
         for other, key in spellings.items():
             if other in self.raw and self.raw.get(key) is None:
                 self.raw[key] = self.raw[other]
-        if strict:
-            self._refuse_unknown(set(spellings))
+        self._refuse_unknown(checked, set(spellings))
         missing = [key for key in REQUIRED if self.raw.get(key) is None]
         if missing:
             raise SpecError(
@@ -49,9 +48,9 @@ class Config:
                 f"{'it' if len(missing) == 1 else 'them'}."
             )
 
-    def _refuse_unknown(self, spellings: set[str]) -> None:
+    def _refuse_unknown(self, checked: Iterable[str], spellings: set[str]) -> None:
         known = (set(self.defaults) - {"default_theta"}) | set(REQUIRED) | IGNORED | spellings
-        for key in self.raw:
+        for key in checked:
             if key not in known:
                 raise SpecError(f"{self.name}: {self.family} knows no key {key!r}; {nearest(key, known - IGNORED)}")
 

@@ -52,9 +52,7 @@ def rope(config: Config, head_dim: int, *, interleaved: bool = False, partial: b
         share = rotary_dim / head_dim if rotary_dim else config.value("partial_rotary_factor")
     if share is not None:
         if share != 1.0 and not partial:
-            raise SpecError(
-                f"{config.name}: {config.family} rotates whole heads; remove partial_rotary_factor {share}."
-            )
+            raise SpecError(f"{config.name}: {config.family} rotates whole heads; remove partial_rotary_factor.")
         dim = int(head_dim * share)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise SpecError(

@@ -80,8 +80,9 @@ def deepseek_v3(config: Config) -> ModelSpec:
 def glm4_moe(config: Config) -> ModelSpec:
     """GLM-4.5: grouped-query attention, half of each head rotated, the biased sigmoid router."""
     layers = config.integer("num_hidden_layers")
-    norm = "head" if config.flag("use_qk_norm") else "none"
-    attention = parts.gqa(config, bias=config.flag("attention_bias"), o_bias=False, qk_norm=norm, partial=True)
+    attention = parts.gqa(
+        config, bias=config.flag("attention_bias"), o_bias=False, qk_norm=parts.head_norm(config), partial=True
+    )
     dense, moe = parts.mlp(config, config.integer("intermediate_size")), _moe(config, _biased_router(config))
     blocks = parts.mixed(attention, dense, moe, parts.first_dense(config, layers))
     return parts.model(config, blocks, mtp=_mtp(config, LayerSpec(attention=attention, moe=moe)))

@@ -35,9 +35,7 @@ def phimoe(config: Config) -> ModelSpec:
     """Phi-3.5-MoE: sparsemixer routing of exactly two experts, layer norms with bias."""
     experts, top_k = _experts(config)
     if top_k != 2:
-        raise SpecError(
-            f"{config.name}: sparsemixer picks two experts, but num_experts_per_tok is {top_k}; set it to 2."
-        )
+        raise SpecError(f"{config.name}: sparsemixer picks two experts; set num_experts_per_tok, now {top_k}, to 2.")
     moe = MoeSpec(
         router=parts.router(config, experts, top_k, score="sparsemixer", jitter=config.number("router_jitter_noise")),
         expert=parts.mlp(config, config.integer("intermediate_size")),
@@ -180,8 +178,9 @@ def hunyuan_v1_moe(config: Config) -> ModelSpec:
     count = config.integer("num_hidden_layers")
     experts, top_k = config.per_layer("num_experts", count, 1), config.per_layer("moe_topk", count, 1)
     expert = parts.mlp(config, config.integer("intermediate_size"))
-    norm = "head" if config.flag("use_qk_norm") else "none"
-    attention = parts.gqa(config, bias=config.flag("attention_bias"), qk_norm=norm, qk_norm_after_rope=True)
+    attention = parts.gqa(
+        config, bias=config.flag("attention_bias"), qk_norm=parts.head_norm(config), qk_norm_after_rope=True
+    )
     layers = tuple(
         LayerSpec(
             attention=attention,

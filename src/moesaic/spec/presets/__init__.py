@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from moesaic.spec.errors import SpecError, nearest
 from moesaic.spec.presets.deepseek import DEEPSEEK
 from moesaic.spec.presets.dense import DENSE
 from moesaic.spec.presets.mixtral import MIXTRAL
@@ -83,3 +84,15 @@ _PLAIN = {**{_plain(other): name for other, name in ALIASES.items()}, **{_plain(
 def find(name: str) -> str | None:
     """The preset that `name` means, or None."""
     return _PLAIN.get(_plain(name)) or _PLAIN.get(_plain(name.rsplit("/", 1)[-1]))
+
+
+def preset_config(name: str) -> dict[str, Any]:
+    """The config keys of the preset that `name` means.
+
+    Raises:
+        SpecError: there is no such preset; the nearest names are in the message.
+    """
+    found = find(name)
+    if found is None:
+        raise SpecError(f"There is no preset {name!r}; {nearest(name, PRESETS)} (`moesaic model --list` shows all).")
+    return dict(PRESETS[found])

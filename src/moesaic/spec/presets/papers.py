@@ -67,8 +67,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "max_position_embeddings": 8192,
         "notes": [
-            "the shared expert is inferred, not printed: with it the total is 352 B and the paper's model FLOP "
-            "utilisation of 32.48 % comes out, without it 341 B and 25.2 %",
+            "the shared expert is inferred, not printed: only with it do 352 B parameters and the paper's MFU come out",
             "normalised softmax weights and the untied head are assumed",
         ],
         "source": "MegaScale-MoE, arXiv 2505.11432 table 2 and section 6 (vocabulary)",
