@@ -23,14 +23,14 @@ def make_rows(steps: int = 40, experts: int = 4, layers: int = 2) -> list[dict]:
             "tokens_per_second": 1000.0,
             "seconds": 0.4,
             "expert_load": load,
-            "load_max_mean": {"0": 1.01, "1": 1.5},
-            "dead_experts": 1,
+            "load_max_over_mean": {"0": 1.01, "1": 1.5},
+            "dead_experts": {"0": 0, "1": 1},
             "dropped_tokens": 0,
-            "phases": {"data": 0.1, "forward": 0.1, "backward": 0.2},
-            "memory_bytes": 2**28,
+            "seconds_by_phase": {"data": 0.1, "forward": 0.1, "backward": 0.2},
+            "peak_memory_bytes": 2**28,
         }
         if step % 10 == 0:
-            row |= {"val_loss": 8.1 / step**0.5, "val_bits_per_byte": 2.5}
+            row |= {"validation_loss": 8.1 / step**0.5, "validation_bits_per_byte": 2.5}
         rows.append(row)
     return rows
 

@@ -27,8 +27,8 @@ def test_series_skip_what_is_missing_or_not_finite(run_dir):
         file.write('{"step": 41, "loss": NaN}\n')
     record = read_run(run_dir)
     assert len(record.series("loss")) == 40
-    assert [step for step, _ in record.series("val_loss")] == [10, 20, 30, 40]
-    assert record.series("load_max_mean", "1")[0] == (1, 1.5)
+    assert [step for step, _ in record.series("validation_loss")] == [10, 20, 30, 40]
+    assert record.series("load_max_over_mean", "1")[0] == (1, 1.5)
     assert record.series("no_such", "key") == []
 
 

@@ -59,7 +59,7 @@ def section(record: RunRecord) -> str:
             )
         )
     imbalance = _imbalance(record)
-    dead = record.series("dead_experts")
+    dead = record.sums("dead_experts")
     dropped = record.series("dropped_tokens")
     row = ""
     if imbalance:
@@ -81,8 +81,8 @@ def section(record: RunRecord) -> str:
 
 
 def _imbalance(record: RunRecord) -> list[Line]:
-    names = record.keys_under("load_max_mean")
-    by_layer = [record.series("load_max_mean", name) for name in names]
+    names = record.keys_under("load_max_over_mean")
+    by_layer = [record.series("load_max_over_mean", name) for name in names]
     by_layer = [points for points in by_layer if points]
     if not by_layer:
         return []

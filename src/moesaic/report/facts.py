@@ -6,9 +6,15 @@ import math
 from html import escape
 from typing import Any
 
+from pydantic import ValidationError
+
+from moesaic.cost.counts import parameters
 from moesaic.report.balance import final_loads
 from moesaic.report.numbers import duration, gib, short
 from moesaic.report.read import RunRecord
+from moesaic.spec.errors import MoesaicError
+from moesaic.spec.layout import written
+from moesaic.spec.tables import LayoutTable
 
 HEAVY = 3.0
 """Busiest expert over mean from which a report speaks of imbalance."""
@@ -17,12 +23,12 @@ HEAVY = 3.0
 def headline(record: RunRecord) -> str:
     """Title, run facts in one line, and the outcome in one sentence."""
     parts = [
+        record.model.name if record.model else "",
         _parameters(record),
-        str(record.summary.get("layout") or ""),
-        f"{len(record.rows)} steps",
+        _layout(record),
+        f"{record.rows[-1]['step']} steps",
         f"{short(_tokens(record))} tokens",
         duration(_seconds(record)),
-        str(record.summary.get("machine") or ""),
     ]
     line = " · ".join(escape(part) for part in parts if part)
     return f'<header><h1>{escape(record.title)}</h1><p>{line}</p><p class="lead">{escape(outcome(record))}</p></header>'
@@ -30,11 +36,11 @@ def headline(record: RunRecord) -> str:
 
 def outcome(record: RunRecord) -> str:
     """What the run reached, beside its baselines where it has them."""
-    held = record.series("val_loss")
+    held = record.series("validation_loss")
     train = record.series("loss")
     if held:
         text = f"Held-out loss {held[-1][1]:.3f} nats per token after {int(record.rows[-1]['step'])} steps"
-        bits = record.last("val_bits_per_byte")
+        bits = record.last("validation_bits_per_byte")
         text += f" ({bits:.3f} bits per byte)" if bits is not None else ""
     elif train:
         return f"Training loss went from {train[0][1]:.3f} to {train[-1][1]:.3f} nats per token; nothing was held out."
@@ -65,8 +71,6 @@ def warnings(record: RunRecord) -> str:
     dropped = sum(value for _, value in record.series("dropped_tokens"))
     if dropped:
         texts.append(f"{short(dropped)} tokens were dropped.")
-    if record.summary.get("benchmark_only"):
-        texts.append("Benchmark-only: routing was forced, so the loss means nothing.")
     return "".join(f'<p class="warn">{escape(text)}</p>' for text in texts)
 
 
@@ -83,7 +87,7 @@ def dead_experts(record: RunRecord) -> list[str]:
 def tiles(record: RunRecord) -> str:
     """The numbers that people look for first."""
     items: list[tuple[str, str, str]] = []
-    held, bits = record.last("val_loss"), record.last("val_bits_per_byte")
+    held, bits = record.last("validation_loss"), record.last("validation_bits_per_byte")
     bigram = record.baselines.get("bigram", {})
     if held is not None:
         better = isinstance(bigram, dict) and "loss" in bigram and held < float(bigram["loss"])
@@ -106,7 +110,7 @@ def tiles(record: RunRecord) -> str:
     shares = sorted(value for _, value in record.series("matmul_share"))
     if shares:
         items.append((f"{shares[len(shares) // 2]:.0%}", "of the measured matmul rate", ""))
-    memory = max((value for _, value in record.series("memory_bytes")), default=None)
+    memory = max((value for _, value in record.series("peak_memory_bytes")), default=None)
     if memory is not None:
         items.append((gib(memory), "most memory", ""))
     return (
@@ -124,19 +128,19 @@ def fact_table(record: RunRecord) -> str:
     model, data = record.run.get("model", {}), record.run.get("data", {})
     train = record.run.get("train", {})
     rows = [
-        ("Model", model.get("preset") or model.get("hf") or model.get("model_type")),
+        ("Model", record.model.name if record.model else model.get("preset") or model.get("model_type")),
         ("Parameters", _parameters(record)),
-        ("Layout", record.summary.get("layout")),
+        ("Experts", _experts(record)),
+        ("Layout", _layout(record)),
         ("Data", data.get("path")),
         ("Tokenizer", data.get("tokenizer")),
         ("Batch", _batch(train)),
         ("Numbers", train.get("dtype")),
         ("Seed", train.get("seed")),
-        ("Tokens", short(_tokens(record), 4)),
-        ("Time in steps", duration(_seconds(record))),
-        ("Machine", record.summary.get("machine")),
-        ("Matmul rate", _flops(record.summary.get("matmul_flops"))),
-        ("Versions", _versions(record.summary)),
+        ("Tokens trained", short(_tokens(record), 4)),
+        ("Time", duration(_seconds(record))),
+        ("Plain matmul here", _matmul_rate(record)),
+        ("Started as", record.first_words),
         ("Folder", str(record.folder.resolve())),
     ]
     body = "".join(
@@ -152,19 +156,36 @@ def _not_finite(value: Any) -> bool:
 
 
 def _tokens(record: RunRecord) -> float | None:
-    return record.last("tokens_total") or sum(value for _, value in record.series("tokens")) or None
+    return record.last("total_tokens") or sum(value for _, value in record.series("tokens")) or None
 
 
 def _seconds(record: RunRecord) -> float | None:
-    return sum(value for _, value in record.series("seconds")) or None
+    return record.last("elapsed") or sum(value for _, value in record.series("seconds")) or None
 
 
 def _parameters(record: RunRecord) -> str:
-    counts = record.summary.get("parameters")
-    if not isinstance(counts, dict) or "total" not in counts:
+    if record.model is None:
         return ""
-    active = f", {short(counts['active'])} active" if counts.get("active") else ""
-    return f"{short(counts['total'])} parameters{active}"
+    counts = parameters(record.model)
+    return f"{short(counts.total)} parameters, {short(counts.active)} active per token"
+
+
+def _experts(record: RunRecord) -> str:
+    if record.model is None or not record.model.moe_layers:
+        return ""
+    kinds = dict.fromkeys(
+        f"{layer.moe.router.experts} of width {layer.moe.expert.width}, {layer.moe.router.top_k} per token"
+        for layer in record.model.layers
+        if layer.moe is not None
+    )
+    return f"{'; '.join(kinds)}; in {len(record.model.moe_layers)} of {len(record.model.layers)} layers"
+
+
+def _layout(record: RunRecord) -> str:
+    try:
+        return written(LayoutTable.model_validate(record.run.get("layout", {})), dp=1)
+    except (MoesaicError, ValidationError):
+        return ""
 
 
 def _batch(train: dict[str, Any]) -> str:
@@ -173,9 +194,6 @@ def _batch(train: dict[str, Any]) -> str:
     return f"{train['global_batch']} sequences of {train['seq_len']} tokens"
 
 
-def _flops(value: Any) -> str:
-    return f"{short(float(value))}FLOP/s" if isinstance(value, (int, float)) else ""
-
-
-def _versions(summary: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {summary[name]}" for name in ("moesaic", "torch", "python") if summary.get(name))
+def _matmul_rate(record: RunRecord) -> str:
+    rate, share = record.last("model_flops_per_second"), record.last("matmul_share")
+    return f"{short(rate / share)}FLOP/s" if rate and share else ""

@@ -72,7 +72,7 @@ def _loss(record: RunRecord) -> str:
     if span > 1:
         lines.append(Line("each step", train, "var(--train)", faint=True))
     lines.append(Line("training", smooth(train, span), "var(--train)"))
-    lines.append(Line("held-out", record.series("val_loss"), "var(--held)", dots=True))
+    lines.append(Line("held-out", record.series("validation_loss"), "var(--held)", dots=True))
     levels = [
         Level(name, float(record.baselines[name]["loss"]), f"var(--{name})")
         for name in ("unigram", "bigram")
@@ -86,12 +86,12 @@ def _loss(record: RunRecord) -> str:
 
 
 def _time(record: RunRecord) -> str:
-    names = record.keys_under("phases")
+    names = record.keys_under("seconds_by_phase")
     if not names:
         return ""
     rows = []
     for row in record.rows:
-        table = row.get("phases")
+        table = row.get("seconds_by_phase")
         if isinstance(table, dict):
             rows.append((int(row["step"]), [float(table.get(name) or 0.0) for name in names]))
     totals = [sum(values[index] for _, values in rows) for index in range(len(names))]
@@ -136,26 +136,27 @@ def _curves(record: RunRecord) -> str:
     )
     charts.append(card("Learning rate", "", line_chart([Line("rate", record.series("lr"), "var(--p1)")], zero=True)))
     for name in record.keys_under("loss_parts"):
-        title, text = PART_TEXTS.get(name, (name.replace("_", " "), ""))
+        title = PART_TITLES.get(name, name.replace("_", " "))
+        text = "As it enters the total loss, its coefficient included."
         charts.append(card(title, text, line_chart(_single(title, record.series("loss_parts", name), "var(--p5)"))))
-    memory = record.series("memory_bytes")
+    memory = record.series("peak_memory_bytes")
     if memory:
         charts.append(
             card(
                 "Memory",
-                "Resident memory of the process.",
-                line_chart([Line("resident", memory, "var(--p8)")], zero=True, text=gib),
+                "The most that the process has held so far.",
+                line_chart([Line("most so far", memory, "var(--p8)")], zero=True, text=gib),
             )
         )
     return f'<div class="grid2">{"".join(charts)}</div>'
 
 
-PART_TEXTS = {
-    "batch_aux": ("Batch balancing loss", "Mean over layers, before its coefficient; 1 is perfect balance."),
-    "sequence_aux": ("Sequence balancing loss", "Mean over layers, before its coefficient; 1 is perfect balance."),
-    "global_aux": ("Global balancing loss", "Mean over layers, before its coefficient; 1 is perfect balance."),
-    "z": ("Router z-loss", "Mean squared log-sum-exp of the router's logits, before its coefficient."),
-    "mtp": ("Multi-token prediction loss", "Cross-entropy of the tokens further ahead, in nats."),
+PART_TITLES = {
+    "batch_aux": "Batch balancing loss",
+    "sequence_aux": "Sequence balancing loss",
+    "global_aux": "Global balancing loss",
+    "z": "Router z-loss",
+    "mtp": "Multi-token prediction loss",
 }
 
 
@@ -187,4 +188,6 @@ def _facts(record: RunRecord) -> str:
     if record.run and settings.is_file():
         text = escape(settings.read_text(encoding="utf-8", errors="replace"))
         content = f"<details><summary>run.toml</summary><pre>{text}</pre></details>"
+    if record.log:
+        content += f"<details><summary>run.log</summary><pre>{escape(record.log)}</pre></details>"
     return card("The run", "", fact_table(record), content)

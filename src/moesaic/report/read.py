@@ -1,15 +1,18 @@
-"""Reads what a run left behind: `run.toml`, `metrics.jsonl` and, where present, summary, baselines and sample."""
+"""Reads what a run left behind: its settings, metrics and log and, where present, baselines and a sample."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moesaic.spec.errors import MoesaicError
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.run import parse_run
 
 Row = dict[str, Any]
 
@@ -25,9 +28,10 @@ class RunRecord:
     folder: Path
     rows: list[Row]
     run: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
+    model: ModelSpec | None = None
     baselines: dict[str, Any] = field(default_factory=dict)
     sample: str = ""
+    log: str = ""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -35,6 +39,12 @@ class RunRecord:
         """The run's name, or that of its folder."""
         name = self.run.get("run", {}).get("name")
         return str(name or self.folder.resolve().name)
+
+    @property
+    def first_words(self) -> str:
+        """What the run said when it began: model, machine, threads."""
+        line = self.log.partition("\n")[0]
+        return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line)
 
     def series(self, *path: str) -> list[tuple[int, float]]:
         """(step, value) of every row that has a finite number at `path`."""
@@ -46,6 +56,12 @@ class RunRecord:
             if isinstance(value, (int, float)) and math.isfinite(value):
                 points.append((int(row["step"]), float(value)))
         return points
+
+    def sums(self, key: str) -> list[tuple[int, float]]:
+        """(step, sum) of every row in which `key` is a table of numbers, such as one per layer."""
+        return [
+            (int(row["step"]), float(sum(row[key].values()))) for row in self.rows if isinstance(row.get(key), dict)
+        ]
 
     def last(self, *path: str) -> float | None:
         """The last finite number at `path`, or None."""
@@ -62,7 +78,7 @@ class RunRecord:
         return list(seen)
 
     def expert_counts(self, layer: str) -> list[tuple[int, list[float]]]:
-        """(step, tokens per expert) of one layer for every row that has them."""
+        """(step, load per expert: tokens or shares) of one layer for every row that has them."""
         counts = []
         for row in self.rows:
             table = row.get("expert_load")
@@ -93,11 +109,10 @@ def read_run(folder: Path) -> RunRecord:
     if broken:
         record.warnings.append(f"{broken} line(s) of metrics.jsonl were cut off or unreadable and are left out.")
     record.run = _read_toml(folder / "run.toml", record)
-    record.summary = _read_json(folder / "summary.json", record)
+    record.model = _read_model(record)
     record.baselines = _read_json(folder / "baselines.json", record)
-    sample = folder / "sample.txt"
-    if sample.is_file():
-        record.sample = sample.read_text(encoding="utf-8", errors="replace")
+    record.sample = _read_text(folder / "sample.txt")
+    record.log = _read_text(folder / "run.log")
     return record
 
 
@@ -127,6 +142,20 @@ def _read_toml(path: Path, record: RunRecord) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         record.warnings.append(f"run.toml is unreadable ({error}), so the run's settings are not shown.")
         return {}
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_model(record: RunRecord) -> ModelSpec | None:
+    if not record.run:
+        return None
+    try:
+        return parse_run(record.run).model_spec()
+    except MoesaicError as error:
+        record.warnings.append(f"The model of run.toml cannot be described: {error}")
+        return None
 
 
 def _read_json(path: Path, record: RunRecord) -> dict[str, Any]:
