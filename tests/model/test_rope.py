@@ -106,5 +106,5 @@ def test_equal_mscales_cancel_in_the_table() -> None:
 
 
 def test_a_missing_number_is_named() -> None:
-    with pytest.raises(SpecError, match="'factor'.*\\['beta_fast'\\]"):
+    with pytest.raises(SpecError, match=r"'factor'.*\['beta_fast'\]"):
         inverse_frequencies(RopeSpec(dim=8, kind="yarn", params={"beta_fast": 32}))
