@@ -59,7 +59,7 @@ def test_batch_is_what_the_decoder_takes(corpus: Path, tmp_path: Path, make_run:
     assert plain.positions_BS is None and plain.documents_BS is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     sequences=st.integers(1, 30),
     global_batch=st.integers(1, 12),

@@ -19,13 +19,13 @@ def by_hand(prefix: Path) -> None:
     prefix.with_suffix(".bin").write_bytes(bytes([10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15, 1]))
     prefix.with_suffix(".idx").write_bytes(
         b"MMIDIDX\x00\x00"
-        + b"\x01\0\0\0\0\0\0\0"  # version
-        + b"\x08"  # uint16
-        + b"\x03\0\0\0\0\0\0\0"  # sequences
-        + b"\x03\0\0\0\0\0\0\0"  # document boundaries
-        + b"\x03\0\0\0\x01\0\0\0\x02\0\0\0"  # lengths
-        + b"\0\0\0\0\0\0\0\0\x06\0\0\0\0\0\0\0\x08\0\0\0\0\0\0\0"  # offsets
-        + b"\0\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0"  # boundaries
+        b"\x01\0\0\0\0\0\0\0"  # version
+        b"\x08"  # uint16
+        b"\x03\0\0\0\0\0\0\0"  # sequences
+        b"\x03\0\0\0\0\0\0\0"  # document boundaries
+        b"\x03\0\0\0\x01\0\0\0\x02\0\0\0"  # lengths
+        b"\0\0\0\0\0\0\0\0\x06\0\0\0\0\0\0\0\x08\0\0\0\0\0\0\0"  # offsets
+        b"\0\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0"  # boundaries
     )
 
 

@@ -13,7 +13,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 def test_mix_is_the_published_splitmix64() -> None:
-    # First outputs of splitmix64 for seed 1234567 (the test vector on rosettacode.org, Pseudo-random numbers/Splitmix64).
+    # The first outputs of splitmix64 for seed 1234567 (rosettacode.org, Pseudo-random numbers/Splitmix64).
     step = 0x9E3779B97F4A7C15
     states = np.array([(1234567 + step * (i + 1)) % 2**64 for i in range(5)], dtype=np.uint64)
     expected = [
@@ -52,7 +52,7 @@ def test_endless_run_is_the_epochs_in_turn_however_it_is_cut(sequences: int, see
     whole = sequences_at(0, total, sequences, seed).tolist()
     starts = np.concatenate([[0], np.cumsum(cuts)[:-1]])
     pieces = [sequences_at(int(start), cut, sequences, seed).tolist() for start, cut in zip(starts, cuts, strict=True)]
-    assert sum(pieces, []) == whole
+    assert [number for piece in pieces for number in piece] == whole
     for begin in range(0, total - sequences + 1, sequences):
         assert sorted(whole[begin : begin + sequences]) == list(range(sequences))
 

@@ -68,5 +68,5 @@ def test_fractions_outside_are_refused(fraction: float) -> None:
 
 
 def test_too_little_to_share() -> None:
-    with pytest.raises(DataError, match="has 3 tokens; holding out 0.5 of it leaves 1"):
+    with pytest.raises(DataError, match=r"has 3 tokens; holding out 0\.5 of it leaves 1"):
         split(store_of([3]), 0.5)

@@ -178,7 +178,7 @@ def test_only_empty_documents(tmp_path: Path) -> None:
 
 def test_full_disk_and_cache_that_is_a_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="token cache .* cannot be written"):
+    with pytest.raises(DataError, match=r"token cache .* cannot be written"):
         make(folder, tmp_path / "file", BytesTokenizer())
 
     def full(*_: object, **__: object) -> None:

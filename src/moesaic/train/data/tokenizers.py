@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,11 +156,15 @@ class JsonTokenizer:
         """Writes `tokenizer.json` and the name of the document end into `folder`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_bytes(self.path.read_bytes())
+        files = {"tokenizer.json": self.path.read_bytes()}
         if self.document_end is not None:
             token = self.backend.id_to_token(self.document_end)
             config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
-            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+            files["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        for name, content in files.items():
+            part = folder / f"{name}.part"
+            part.write_bytes(content)
+            os.replace(part, folder / name)
 
 
 def load_tokenizer(source: str | Path) -> BytesTokenizer | JsonTokenizer:
