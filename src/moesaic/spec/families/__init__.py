@@ -105,8 +105,8 @@ def _read(raw: Mapping[str, Any], name: str, checked: set[str]) -> ModelSpec:
         if not isinstance(text, Mapping):
             raise SpecError(f"{name}: a llama4 config needs its text_config table; give it, or model_type llama4_text.")
         checked = set(text) if "text_config" in checked else set()
-        notes = [*(raw.get("notes") or ()), "only the text model of a text-and-image config"]
-        return _read({"model_type": "llama4_text", **text, "notes": notes}, name, checked)
+        note = "only the text model of a text-and-image config"
+        return _read({"model_type": "llama4_text", **text, "notes": [note]}, name, checked)
     if kind is None:
         raise SpecError(f"{name}: the config has no model_type; add one of {', '.join(sorted(FAMILIES))}.")
     if kind == "moesaic" and "spec" in raw:

@@ -1,4 +1,4 @@
-"""This project's own `model_type = "moesaic"`: any decoder the specification can say, in the words of Hugging Face.
+"""This project's own `model_type = "moesaic"`: decoders of many kinds, in the words of Hugging Face's configs.
 
 It exists for architectures without a Hugging Face family (DeepSpeed's pyramid-residual models, MegaScale's 352B).
 `num_experts`, `num_experts_per_tok`, `moe_intermediate_size` and `shared_intermediate_size` may be lists with one value

@@ -182,7 +182,7 @@ def model(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelSp
     if config.filled:
         filled = ", ".join(f"{key} = {value}" for key, value in sorted(config.filled.items()))
         notes.append(f"not in the config, so {config.family}'s defaults: {filled}")
-    coefficient = config.raw.get("router_aux_loss_coef") or 0.0
+    coefficient = config.optional_number("router_aux_loss_coef") or 0.0
     top_k = max((layer.moe.router.top_k for layer in layers if layer.moe), default=0)
     return ModelSpec(
         name=config.name,
@@ -195,7 +195,7 @@ def model(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelSp
         tied_embeddings=config.flag("tie_word_embeddings"),
         init_std=config.number("initializer_range"),
         document_end=config.document_end(),
-        balance_coefficient=float(coefficient) * top_k,
+        balance_coefficient=coefficient * top_k,
         notes=tuple(notes),
         hf_config={key: value for key, value in config.original.items() if key not in ("notes", "source")},
         **more,

@@ -21,6 +21,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 
+MOST_LAYERS = 4096
+"""Every layer is described on its own, so a slip of the finger must not ask for millions."""
+
 
 class Config:
     """The keys of one model of one family.
@@ -46,6 +49,10 @@ class Config:
             raise SpecError(
                 f"{name}: a {family} config needs {_listed(REQUIRED)}; missing: {', '.join(missing)}. Add "
                 f"{'it' if len(missing) == 1 else 'them'}."
+            )
+        if self.integer("num_hidden_layers") > MOST_LAYERS:
+            raise SpecError(
+                f"{name}: num_hidden_layers is {self.raw['num_hidden_layers']}; at most {MOST_LAYERS} work."
             )
 
     def _refuse_unknown(self, checked: Iterable[str], spellings: set[str]) -> None:

@@ -49,7 +49,10 @@ def rope(config: Config, head_dim: int, *, interleaved: bool = False, partial: b
         share = config.raw.get("partial_rotary_factor")
     if share is None and partial:
         rotary_dim = config.value("rotary_dim")
-        share = rotary_dim / head_dim if rotary_dim else config.value("partial_rotary_factor")
+        share = config.value("partial_rotary_factor")
+        if rotary_dim is not None:
+            share = config.integer("rotary_dim") / head_dim
+    _check_numbers(config, {**numbers, "rope_theta": theta, "partial_rotary_factor": share})
     if share is not None:
         if share != 1.0 and not partial:
             raise SpecError(f"{config.name}: {config.family} rotates whole heads; remove partial_rotary_factor.")
@@ -71,7 +74,45 @@ def rope(config: Config, head_dim: int, *, interleaved: bool = False, partial: b
     if missing:
         raise SpecError(f"{config.name}: rope scaling {kind!r} needs {', '.join(missing)}. Add it to rope_scaling.")
     params = {} if kind == "default" else _derive(config, kind, numbers)
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if len(numbers[key]) != dim // 2:
+            raise SpecError(
+                f"{config.name}: {key} has {len(numbers[key])} factors, but a head turns {dim} dimensions; it needs "
+                f"{dim // 2}."
+            )
     return RopeSpec(dim=dim, theta=float(theta), kind=cast(Any, kind), params=params, interleaved=interleaved)
+
+
+_NUMBERS = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "attention_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "alpha",
+    "short_mscale",
+    "long_mscale",
+    "mscale",
+    "mscale_all_dim",
+)
+_LISTS = ("short_factor", "long_factor")
+
+
+def _check_numbers(config: Config, numbers: dict[str, Any]) -> None:
+    """Refuses what is not a number above zero: logarithms and quotients of them follow."""
+    for key in (*_NUMBERS, *_LISTS):
+        found = numbers.get(key)
+        if found is None:
+            continue
+        least = 0.0 if key.startswith("mscale") else 1e-300
+        items = (found if isinstance(found, list) else [None]) if key in _LISTS else [found]
+        if any(isinstance(x, bool) or not isinstance(x, (int, float)) or not least <= x < 1e300 for x in items):
+            wanted = "a list of numbers above 0" if key in _LISTS else "a number above 0"
+            raise SpecError(f"{config.name}: {key} of the rotary embedding must be {wanted}, but is {found!r}.")
 
 
 def _derive(config: Config, kind: str, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +120,7 @@ def _derive(config: Config, kind: str, numbers: dict[str, Any]) -> dict[str, Any
     if kind not in ("llama3", "yarn", "longrope"):
         return numbers
     longest = config.integer("max_position_embeddings")
-    stated = config.raw.get("original_max_position_embeddings")
+    stated = config.optional_integer("original_max_position_embeddings")
     original = stated or numbers.get("original_max_position_embeddings") or longest
     numbers["original_max_position_embeddings"] = original
     if kind == "llama3":
