@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moesaic.model import expert_blocks
 from moesaic.model.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moesaic.model.expert_workers import share_out
 from moesaic.model.experts import Experts
 from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
 
@@ -81,7 +82,9 @@ def compare(module: Experts, tokens: int, top_k: int, choices: int | None = None
 
 @pytest.mark.parametrize("apply", ["output", "input"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("activation", "gated"), [(a, True) for a in ACTIVATIONS] + [("relu2", False), ("gelu", False)])
+@pytest.mark.parametrize(
+    ("activation", "gated"), [(a, True) for a in ACTIVATIONS] + [("relu2", False), ("gelu", False)]
+)
 def test_every_kind_of_expert_equals_the_token_loop(activation, gated, bias, apply):
     torch.manual_seed(0)
     scale = 3.0 if activation == "swiglu_clamped" else 0.5  # large enough for the clamps to act
@@ -98,7 +101,9 @@ def test_any_routing_equals_the_token_loop(tokens, experts, data, seed):
     torch.manual_seed(seed)
     module = build(experts, top_k, 3, 4, scale=0.5)
     if tokens == 0:
-        y = module(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, top_k, dtype=torch.long), torch.zeros(0, top_k))
+        y = module(
+            torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, top_k, dtype=torch.long), torch.zeros(0, top_k)
+        )
         y.sum().backward()
         assert y.shape == (0, 4) and not module.down.grad.any()
         return
@@ -128,6 +133,55 @@ def test_accumulating_in_place_adds_to_the_gradients_that_stand_there():
     for p, buffer, want in zip(module.parameters(), buffers, twice, strict=True):
         assert p.grad is buffer
         torch.testing.assert_close(p.grad, want)
+
+
+@pytest.mark.parametrize("apply", ["output", "input"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_grouped_products_equal_the_expert_loop(monkeypatch, gated, bias, apply):
+    torch.manual_seed(0)
+    module = build(6, 2, 8, 16, scale=0.3, gated=gated, bias=bias, apply=apply).float()
+    ids = torch.rand(20, 4).topk(2, -1).indices  # experts 4 and 5 stay empty
+    grad, results = torch.randn(20, 16), []
+    x_TD, weights_TK = torch.randn(20, 16), torch.rand(20, 2)
+    for grouped in (False, True):
+        monkeypatch.setattr(Experts, "uses_grouped_products", lambda *_, chosen=grouped: chosen)
+        x, w = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+        y = module(x, ids, w)
+        results.append([y, *torch.autograd.grad(y, [x, w, *module.parameters()], grad)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_worker_threads_give_the_same_result_as_one_thread():
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            module = build(8, 3, 16, 8, scale=0.5)
+            x = torch.randn(200, 8, dtype=torch.float64, requires_grad=True)
+            ids, w = torch.rand(200, 8).topk(3, -1).indices, torch.rand(200, 3, requires_grad=True)
+            y = module(x, ids, w)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, w, *module.parameters()])])
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@given(counts=st.lists(st.integers(1, 1000), min_size=1, max_size=40), workers=st.integers(1, 8))
+def test_experts_are_shared_out_once_each_and_within_the_greedy_bound(counts, workers):
+    """Graham's bound: the largest-first rule is within 4/3 of the best possible, which is at least the mean."""
+    edges = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    spans = [(e, edges[e], edges[e + 1]) for e in range(len(counts))]
+    shares, imbalance = share_out(spans, workers)
+    assert sorted(span for share in shares for span in share) == spans
+    busiest = max(sum(end - start for _, start, end in share) for share in shares)
+    assert imbalance == pytest.approx(busiest * workers / sum(counts))
+    assert busiest <= max(counts) + sum(counts) / workers
 
 
 def test_bf16_rounds_once_and_stays_near_fp32():

@@ -34,22 +34,23 @@ def apply_function(kind: Activation, g: Tensor) -> Tensor:
     return gate * torch.sigmoid(CLAMP_ALPHA * gate)
 
 
-def function_backward(kind: Activation, grad: Tensor, g: Tensor) -> Tensor:
-    """grad · f′(g), element-wise."""
+def function_backward(kind: Activation, grad: Tensor, g: Tensor, out: Tensor) -> None:
+    """Write grad · f′(g), element-wise, into `out`."""
     if kind == "silu":
-        return torch.ops.aten.silu_backward(grad, g)  # type: ignore[no-any-return]
-    if kind == "gelu":
-        return torch.ops.aten.gelu_backward(grad, g)  # type: ignore[no-any-return]
-    if kind == "gelu_tanh":
-        return torch.ops.aten.gelu_backward(grad, g, approximate="tanh")  # type: ignore[no-any-return]
-    if kind == "relu":
-        return grad * (g > 0)
-    if kind == "relu2":
-        return grad * F.relu(g).mul_(2)
-    gate = g.clamp(max=CLAMP_LIMIT)
-    sigmoid = torch.sigmoid(CLAMP_ALPHA * gate)
-    slope = sigmoid * (1 + CLAMP_ALPHA * gate * (1 - sigmoid))
-    return grad * slope * (g <= CLAMP_LIMIT)
+        torch.ops.aten.silu_backward.grad_input(grad, g, grad_input=out)
+    elif kind == "gelu":
+        torch.ops.aten.gelu_backward.grad_input(grad, g, grad_input=out)
+    elif kind == "gelu_tanh":
+        torch.ops.aten.gelu_backward.grad_input(grad, g, approximate="tanh", grad_input=out)
+    elif kind == "relu":
+        torch.mul(grad, g > 0, out=out)
+    elif kind == "relu2":
+        torch.mul(grad, F.relu(g).mul_(2), out=out)
+    else:
+        gate = g.clamp(max=CLAMP_LIMIT)
+        sigmoid = torch.sigmoid(CLAMP_ALPHA * gate)
+        slope = sigmoid * (1 + CLAMP_ALPHA * gate * (1 - sigmoid))
+        torch.mul(grad, slope.mul_(g <= CLAMP_LIMIT), out=out)
 
 
 def activate(kind: Activation, gated: bool, h_nG: Tensor, out_nF: Tensor) -> None:
@@ -72,7 +73,7 @@ def activate_backward(
     """
     if not gated:
         out_a_nF.copy_(apply_function(kind, h_nG))
-        out_grad_h_nG.copy_(function_backward(kind, grad_a_nF, h_nG))
+        function_backward(kind, grad_a_nF, h_nG, out_grad_h_nG)
         return
     gate, up = h_nG.chunk(2, dim=-1)
     grad_gate, grad_up = out_grad_h_nG.chunk(2, dim=-1)
@@ -87,4 +88,4 @@ def activate_backward(
         torch.mul(f, up, out=out_a_nF)
         torch.mul(grad_a_nF, f, out=grad_up)
     torch.mul(grad_a_nF, up, out=f)
-    grad_gate.copy_(function_backward(kind, f, gate))
+    function_backward(kind, f, gate, grad_gate)

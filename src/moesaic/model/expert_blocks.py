@@ -8,8 +8,10 @@ a workspace that is reused, because fresh memory costs a CPU more than the arith
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +78,13 @@ def product_spans(rows: int) -> list[tuple[int, int]]:
     """Split `rows` evenly into spans of at most ROWS_PER_PRODUCT."""
     pieces = max(1, math.ceil(rows / ROWS_PER_PRODUCT))
     edges = [rows * i // pieces for i in range(pieces + 1)]
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [(a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
-def _row_blocks(rows: int, width: int, itemsize: int) -> list[slice]:
+def _in_blocks(width: int, itemsize: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Walk the rows of equally long tensors together, in blocks that stay in cache."""
     step = max(16, BYTES_PER_ELEMENTWISE_BLOCK // (width * itemsize))
-    return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+    return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
 def as_compute(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,17 +137,19 @@ def expert_forward(
         h_nG = WORKSPACE.get("h", rows, up_width, x_nD, dtype)
     torch.mm(x_nD, weights.up_GD.t(), out=h_nG)
     a_nF = WORKSPACE.get("a", rows, width, x_nD, dtype)
-    for span in _row_blocks(rows, width, dtype.itemsize):
-        h = h_nG[span]
+    kept_nG = h_nG if keep_h_nG is None else keep_h_nG
+    weight_n1 = None if weight_n is None else weight_n[:, None]
+    for h, kept, a, w in _in_blocks(
+        width, dtype.itemsize, h_nG, kept_nG, a_nF, a_nF if weight_n1 is None else weight_n1
+    ):
         if weights.up_bias_G is not None:
             h.add_(weights.up_bias_G)
-        if keep_h_nG is not None and keep_h_nG is not h_nG:
-            kept = keep_h_nG[span]
+        if kept_nG is not h_nG:
             kept.copy_(h)
             h.copy_(kept)  # backward sees the rounded value, so forward must use it too
-        activate(kind.activation, kind.gated, h, a_nF[span])
-        if weight_n is not None:
-            a_nF[span].mul_(weight_n[span, None])
+        activate(kind.activation, kind.gated, h, a)
+        if weight_n1 is not None:
+            a.mul_(w)
     y_nD = WORKSPACE.get("y", rows, weights.down_DF.shape[0], x_nD, dtype)
     torch.mm(a_nF, weights.down_DF.t(), out=y_nD)
     if weights.down_bias_D is not None:
@@ -181,21 +186,24 @@ def expert_backward(
 
     a_nF = WORKSPACE.get("a", rows, width, x_nD, dtype)
     grad_h_nG = WORKSPACE.get("grad_h", rows, h_nG.shape[1], x_nD, dtype)
-    for span in _row_blocks(rows, width, dtype.itemsize):
-        a, grad_a, h = a_nF[span], grad_a_nF[span], h_nG[span]
+    weight_n1 = a_nF if weight_n is None else weight_n[:, None]
+    grad_weight_n1 = a_nF if grad_weight_n is None else grad_weight_n[:, None]
+    for a, grad_a, h, grad_h, w, grad_w in _in_blocks(
+        width, dtype.itemsize, a_nF, grad_a_nF, h_nG, grad_h_nG, weight_n1, grad_weight_n1
+    ):
         if h.dtype != dtype:
             h = WORKSPACE.get("h_block", h.shape[0], h.shape[1], x_nD, dtype).copy_(h)
         if weight_n is None:
-            activate_backward(kind.activation, kind.gated, h, grad_a, grad_h_nG[span], a)
+            activate_backward(kind.activation, kind.gated, h, grad_a, grad_h, a)
             continue
         # grad_a is the gradient of w·a here; that of a is w times it, that of w its product with a.
         weighted = WORKSPACE.get("weighted", grad_a.shape[0], width, x_nD, dtype)
-        torch.mul(grad_a, weight_n[span, None], out=weighted)
-        activate_backward(kind.activation, kind.gated, h, weighted, grad_h_nG[span], a)
+        torch.mul(grad_a, w, out=weighted)
+        activate_backward(kind.activation, kind.gated, h, weighted, grad_h, a)
         if grad_weight_n is not None:
             torch.mul(grad_a, a, out=weighted)
-            torch.sum(weighted, 1, out=grad_weight_n[span])
-        a.mul_(weight_n[span, None])
+            torch.sum(weighted, 1, keepdim=True, out=grad_w)
+        a.mul_(w)
     if weight_n is not None and grad_weight_n is not None and weights.down_bias_D is not None:
         grad_weight_n.add_(grad_y_nD @ weights.down_bias_D)
 

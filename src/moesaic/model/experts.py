@@ -8,7 +8,6 @@ gathered into, and sums taken from, a workspace that fits one expert. Kept for b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,33 +23,14 @@ from moesaic.model.expert_blocks import (
     gather_rows,
     product_spans,
 )
+from moesaic.model.expert_grouped import GroupedExperts
+from moesaic.model.expert_rows import SortedRows, Span
+from moesaic.model.expert_workers import run_experts
 from moesaic.model.kernels import compute_dtype
 from moesaic.spec.model import MoeSpec
 
 
-@dataclass(frozen=True)
-class Routing:
-    """The T·K choices of T tokens, sorted by expert.
-
-    order_R: position of each sorted row in the flat [T·K] choices; tokens_R: the token it belongs to;
-    offsets: E + 1 row offsets, expert e owns rows offsets[e] to offsets[e + 1].
-    """
-
-    order_R: Tensor
-    tokens_R: Tensor
-    offsets: list[int]
-
-    @classmethod
-    def sort(cls, ids_TK: Tensor, experts: int) -> Routing:
-        """Stable sort, so rows of an expert keep the order of their tokens."""
-        flat = ids_TK.reshape(-1)
-        order_R = torch.argsort(flat, stable=True)
-        counts_E = torch.bincount(flat, minlength=experts)
-        offsets = [0, *torch.cumsum(counts_E, 0).tolist()]
-        return cls(order_R, order_R // ids_TK.shape[1], offsets)
-
-
-class _ExpertsFunction(torch.autograd.Function):
+class _ExpertByExpert(torch.autograd.Function):
     """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts."""
 
     @staticmethod
@@ -66,29 +46,32 @@ class _ExpertsFunction(torch.autograd.Function):
         down_bias_ED: Tensor | None,
     ) -> Tensor:
         dtype = compute_dtype(x_TD)
-        routing = Routing.sort(ids_TK, up_EGD.shape[0])
-        weights_R = weights_TK.reshape(-1).index_select(0, routing.order_R).to(dtype)
+        rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0])
+        weights_R = weights_TK.reshape(-1).index_select(0, rows_by_expert.order_R).to(dtype)
         training = any(ctx.needs_input_grad)
-        h_RG = x_TD.new_empty(len(routing.order_R) if training else 0, up_EGD.shape[1])
-        y_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
-        for e, start, end in _busy_experts(routing.offsets):
-            weights = _expert_weights(e, dtype, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
-            for a, b in product_spans(end - start):
-                rows = slice(start + a, start + b)
-                tokens_n, weight_n = routing.tokens_R[rows], weights_R[rows]
-                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
-                if module.weights_on_input:
-                    x_nD = x_nD.mul_(weight_n[:, None])
-                y_nD = expert_forward(
-                    module.kind,
-                    weights,
-                    x_nD,
-                    None if module.weights_on_input else weight_n,
-                    h_RG[rows] if training else None,
-                )
-                y_TD.index_add_(0, tokens_n, y_nD)
+        h_RG = x_TD.new_empty(len(rows_by_expert.order_R) if training else 0, up_EGD.shape[1])
+
+        def run(spans: list[Span], y_TD: Tensor) -> None:
+            for e, start, end in spans:
+                weights = _expert_weights(e, dtype, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
+                for a, b in product_spans(end - start):
+                    rows = slice(start + a, start + b)
+                    tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
+                    x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                    if module.weights_on_input:
+                        x_nD = x_nD.mul_(weight_n[:, None])
+                    y_nD = expert_forward(
+                        module.kind,
+                        weights,
+                        x_nD,
+                        None if module.weights_on_input else weight_n,
+                        h_RG[rows] if training else None,
+                    )
+                    y_TD.index_add_(0, tokens_n, y_nD)
+
+        y_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
         if training:
-            ctx.module, ctx.routing, ctx.shape_TK = module, routing, ids_TK.shape
+            ctx.module, ctx.rows_by_expert, ctx.shape_TK = module, rows_by_expert, ids_TK.shape
             ctx.save_for_backward(x_TD, weights_R, h_RG, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
         return y_TD.to(x_TD.dtype)
 
@@ -97,49 +80,48 @@ class _ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
         (grad_y_TD,) = outputs
         x_TD, weights_R, h_RG, *parameters = ctx.saved_tensors
-        module, routing = ctx.module, ctx.routing
+        module, rows_by_expert = ctx.module, ctx.rows_by_expert
         dtype = compute_dtype(x_TD)
         _, _, _, wants_weights, *wanted = ctx.needs_input_grad
         into, in_place = _gradients(module, parameters, wanted)
-        grad_x_TD = torch.zeros(x_TD.shape, dtype=dtype, device=x_TD.device)
         grad_weights_R = torch.zeros_like(weights_R)
         grad_y_TD = grad_y_TD.contiguous()
-        for e, start, end in _busy_experts(routing.offsets):
-            weights = _expert_weights(e, dtype, *parameters)
-            grads = ExpertGrads(*(None if g is None else g[e] for g in into))
-            for a, b in product_spans(end - start):
-                rows = slice(start + a, start + b)
-                tokens_n, weight_n = routing.tokens_R[rows], weights_R[rows]
-                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
-                if module.weights_on_input:
-                    plain_nD, x_nD = x_nD, x_nD * weight_n[:, None]
-                grad_x_nD = expert_backward(
-                    module.kind,
-                    weights,
-                    grads,
-                    x_nD,
-                    None if module.weights_on_input else weight_n,
-                    h_RG[rows],
-                    gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
-                    grad_weights_R[rows] if wants_weights else None,
-                    accumulate=a > 0 or in_place,
-                )
-                if module.weights_on_input:
-                    torch.sum(grad_x_nD * plain_nD, 1, out=grad_weights_R[rows])
-                    grad_x_nD = grad_x_nD.mul_(weight_n[:, None])
-                grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
+
+        def run(spans: list[Span], grad_x_TD: Tensor) -> None:
+            for e, start, end in spans:
+                weights = _expert_weights(e, dtype, *parameters)
+                grads = ExpertGrads(*(None if g is None else g[e] for g in into))
+                for a, b in product_spans(end - start):
+                    rows = slice(start + a, start + b)
+                    tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
+                    x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                    if module.weights_on_input:
+                        plain_nD, x_nD = x_nD, x_nD * weight_n[:, None]
+                    grad_x_nD = expert_backward(
+                        module.kind,
+                        weights,
+                        grads,
+                        x_nD,
+                        None if module.weights_on_input else weight_n,
+                        h_RG[rows],
+                        gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
+                        grad_weights_R[rows] if wants_weights else None,
+                        accumulate=a > 0 or in_place,
+                    )
+                    if module.weights_on_input:
+                        torch.sum(grad_x_nD * plain_nD, 1, out=grad_weights_R[rows])
+                        grad_x_nD = grad_x_nD.mul_(weight_n[:, None])
+                    grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
+
+        grad_x_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
         for g in (g for g in into if g is not None and not in_place):
-            for e in range(g.shape[0]):
-                if routing.offsets[e] == routing.offsets[e + 1]:
+            for e, start, end in rows_by_expert.spans:
+                if start == end:
                     g[e].zero_()
         grad_weights_TK = torch.empty(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
-        grad_weights_TK.view(-1).index_copy_(0, routing.order_R, grad_weights_R)
+        grad_weights_TK.view(-1).index_copy_(0, rows_by_expert.order_R, grad_weights_R)
         returned = [None if in_place else g for g in into]
         return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned
-
-
-def _busy_experts(offsets: list[int]) -> list[tuple[int, int, int]]:
-    return [(e, a, b) for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)) if b > a]
 
 
 def _expert_weights(
@@ -197,7 +179,8 @@ class Experts(nn.Module):
 
         No gradient flows to `ids_TK`. Experts without tokens get a zero gradient.
         """
-        return _ExpertsFunction.apply(  # type: ignore[no-any-return]
+        function = GroupedExperts if self.uses_grouped_products(x_TD) else _ExpertByExpert
+        return function.apply(  # type: ignore[no-any-return]
             self,
             x_TD,
             ids_TK,
@@ -207,6 +190,11 @@ class Experts(nn.Module):
             getattr(self, self.up_name + "_bias"),
             self.down_bias,
         )
+
+    @staticmethod
+    def uses_grouped_products(x_TD: Tensor) -> bool:
+        """Grouped products run on GPUs in bf16; elsewhere experts run one by one."""
+        return x_TD.device.type == "cuda" and x_TD.dtype == torch.bfloat16
 
     def extra_repr(self) -> str:
         experts, hidden, width = self.down.shape

@@ -1,0 +1,139 @@
+"""All experts at once through grouped products, for accelerators.
+
+One kernel runs the products of all experts, with row offsets that stay on the device, so nothing waits for counts.
+On a CPU torch's grouped product is a loop of ordinary ones; `experts` does better there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.model.activations import activate, activate_backward
+from moesaic.model.expert_blocks import ExpertKind
+from moesaic.model.expert_rows import SortedRows
+
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+def _per_row(bias_EN: Tensor, offsets_E: Tensor, rows: int) -> Tensor:
+    """The bias of each row's expert, [R, N]."""
+    experts_R = torch.searchsorted(offsets_E, torch.arange(rows, device=bias_EN.device), right=True)
+    return bias_EN.index_select(0, experts_R)
+
+
+def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Sum of each expert's rows, [E, N]."""
+    rows = torch.arange(values_RN.shape[0], device=values_RN.device)
+    experts_R = torch.searchsorted(offsets_E, rows, right=True)
+    sums_EN = values_RN.new_zeros(offsets_E.shape[0], values_RN.shape[1])
+    return sums_EN.index_add_(0, experts_R, values_RN)
+
+
+def grouped_forward(
+    kind: ExpertKind,
+    x_RD: Tensor,
+    weight_R: Tensor | None,
+    offsets_E: Tensor,
+    up_EGD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EG: Tensor | None,
+    down_bias_ED: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Rows sorted by expert through their experts, times their weights.
+
+    offsets_E: int32, the row after each expert's last. Returns y_RD and the pre-activations h_RG to keep.
+    """
+    h_RG = _grouped_mm(x_RD, up_EGD.transpose(1, 2), offs=offsets_E)
+    if up_bias_EG is not None:
+        h_RG.add_(_per_row(up_bias_EG, offsets_E, x_RD.shape[0]))
+    a_RF = h_RG.new_empty(h_RG.shape[0], down_EDF.shape[2])
+    activate(kind.activation, kind.gated, h_RG, a_RF)
+    if weight_R is not None:
+        a_RF.mul_(weight_R[:, None])
+    y_RD = _grouped_mm(a_RF, down_EDF.transpose(1, 2), offs=offsets_E)
+    if down_bias_ED is not None:
+        bias_RD = _per_row(down_bias_ED, offsets_E, x_RD.shape[0])
+        y_RD.add_(bias_RD if weight_R is None else bias_RD * weight_R[:, None])
+    return y_RD, h_RG
+
+
+def grouped_backward(
+    kind: ExpertKind,
+    x_RD: Tensor,
+    weight_R: Tensor | None,
+    h_RG: Tensor,
+    grad_y_RD: Tensor,
+    offsets_E: Tensor,
+    up_EGD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EG: Tensor | None,
+    down_bias_ED: Tensor | None,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Backward of `grouped_forward`: grad_x_RD, grad_weight_R (None without weights), and the gradients of up, down,
+    up bias and down bias (None without biases). Experts without rows get zeros."""
+    grad_a_RF = _grouped_mm(grad_y_RD, down_EDF, offs=offsets_E)
+    a_RF, grad_h_RG = torch.empty_like(grad_a_RF), torch.empty_like(h_RG)
+    grad_weight_R = None
+    if weight_R is None:
+        activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF, grad_h_RG, a_RF)
+        weighted_RD = grad_y_RD
+    else:
+        activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF * weight_R[:, None], grad_h_RG, a_RF)
+        grad_weight_R = (grad_a_RF * a_RF).sum(1)
+        a_RF.mul_(weight_R[:, None])
+        weighted_RD = grad_y_RD * weight_R[:, None] if down_bias_ED is not None else grad_y_RD
+        if down_bias_ED is not None:
+            grad_weight_R += (grad_y_RD * _per_row(down_bias_ED, offsets_E, x_RD.shape[0])).sum(1)
+    grad_down_EDF = _grouped_mm(grad_y_RD.t(), a_RF, offs=offsets_E)
+    grad_up_EGD = _grouped_mm(grad_h_RG.t(), x_RD, offs=offsets_E)
+    biases = (
+        None if up_bias_EG is None else _sum_per_expert(grad_h_RG, offsets_E),
+        None if down_bias_ED is None else _sum_per_expert(weighted_RD, offsets_E),
+    )
+    grad_x_RD = _grouped_mm(grad_h_RG, up_EGD, offs=offsets_E)
+    return grad_x_RD, grad_weight_R, [grad_up_EGD, grad_down_EDF, *biases]
+
+
+class GroupedExperts(torch.autograd.Function):
+    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts; `module` is the `Experts`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EGD: Tensor, *others: Tensor | None
+    ) -> Tensor:
+        rows = SortedRows.sort(ids_TK, up_EGD.shape[0])
+        ends_E = rows.ends_E.to(torch.int32)
+        weight_R = weights_TK.reshape(-1).index_select(0, rows.order_R).to(x_TD.dtype)
+        x_RD = x_TD.index_select(0, rows.tokens_R)
+        if module.weights_on_input:
+            x_RD.mul_(weight_R[:, None])
+        y_RD, h_RG = grouped_forward(
+            module.kind, x_RD, None if module.weights_on_input else weight_R, ends_E, up_EGD, *others
+        )
+        ctx.module, ctx.rows, ctx.shape_TK = module, rows, ids_TK.shape
+        ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, up_EGD, *others)
+        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        return y_TD.index_add_(0, rows.tokens_R, y_RD.float()).to(x_TD.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
+        x_TD, weight_R, h_RG, ends_E, *parameters = ctx.saved_tensors
+        rows, on_input = ctx.rows, ctx.module.weights_on_input
+        plain_RD = x_TD.index_select(0, rows.tokens_R)
+        x_RD = plain_RD * weight_R[:, None] if on_input else plain_RD
+        grad_y_RD = outputs[0].index_select(0, rows.tokens_R)
+        grad_x_RD, grad_weight_R, grads = grouped_backward(
+            ctx.module.kind, x_RD, None if on_input else weight_R, h_RG, grad_y_RD, ends_E, *parameters
+        )
+        if grad_weight_R is None:
+            grad_weight_R = (grad_x_RD * plain_RD).sum(1)
+            grad_x_RD = grad_x_RD * weight_R[:, None]
+        grad_x_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        grad_x_TD.index_add_(0, rows.tokens_R, grad_x_RD.float())
+        grad_weights_TK = torch.empty(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
+        grad_weights_TK.view(-1).index_copy_(0, rows.order_R, grad_weight_R.float())
+        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK, *grads

@@ -1,0 +1,44 @@
+"""The choices of a rank's tokens, sorted by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int, int]
+"""An expert and its rows: (expert, first row, row after the last)."""
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """The T·K choices of T tokens, sorted by expert.
+
+    order_R: position of each sorted row in the flat [T·K] choices; tokens_R: the token it belongs to;
+    ends_E: the row after each expert's last, on the device of the choices.
+    """
+
+    order_R: Tensor
+    tokens_R: Tensor
+    ends_E: Tensor
+
+    @classmethod
+    def sort(cls, ids_TK: Tensor, experts: int) -> SortedRows:
+        """Stable sort, so rows of an expert keep the order of their tokens."""
+        flat = ids_TK.reshape(-1)
+        order_R = torch.argsort(flat, stable=True)
+        counts_E = torch.bincount(flat, minlength=experts)
+        return cls(order_R, order_R // ids_TK.shape[1], torch.cumsum(counts_E, 0))
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Every expert's rows, as Python numbers (waits for the device)."""
+        ends = self.ends_E.tolist()
+        return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
+
+    @property
+    def busy(self) -> list[Span]:
+        """The experts that have rows."""
+        return [span for span in self.spans if span[2] > span[1]]

@@ -1,0 +1,72 @@
+"""Whole experts on worker threads, each with one intra-op thread.
+
+Splitting every product over all cores costs a barrier per product and shares each core's cache; giving a core whole
+experts does neither. Threads add into accumulators of their own, which are summed in order at the end, and the share of
+each thread follows from the row counts alone: the result depends on the number of threads, never on their timing.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from moesaic.model.expert_blocks import ROWS_PER_PRODUCT
+from moesaic.model.expert_rows import Span
+
+Body = Callable[[list[Span], Tensor], None]
+"""Runs some experts and adds their rows' results to an accumulator [T, D]."""
+
+MAX_IMBALANCE = 1.2
+"""Above this ratio of the busiest thread's rows to the mean, splitting every product over all cores is faster."""
+
+
+@functools.cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, "experts", initializer=torch.set_num_threads, initargs=(1,))
+
+
+def share_out(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:
+    """Give each expert, largest first, to the worker with the fewest rows.
+
+    Returns the workers' experts in ascending order, and the busiest worker's rows over the mean.
+    """
+    heap = [(0, w) for w in range(workers)]
+    shares: list[list[Span]] = [[] for _ in range(workers)]
+    for span in sorted(spans, key=lambda s: (s[1] - s[2], s[0])):
+        rows, w = heapq.heappop(heap)
+        shares[w].append(span)
+        heapq.heappush(heap, (rows + span[2] - span[1], w))
+    total = sum(end - start for _, start, end in spans)
+    return [sorted(share) for share in shares], max(heap)[0] * workers / max(total, 1)
+
+
+def run_experts(spans: list[Span], body: Body, like_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run `body` over all experts and return the sum of what it adds, [T, D] in `dtype`.
+
+    On a CPU with several intra-op threads whole experts go to worker threads, unless routing is too uneven for that or
+    experts are large enough to fill all cores by themselves.
+    """
+    workers = torch.get_num_threads() if like_TD.device.type == "cpu" else 1
+    total_TD = torch.zeros(like_TD.shape, dtype=dtype, device=like_TD.device)
+    if workers > 1 and len(spans) >= workers and max(end - start for _, start, end in spans) <= ROWS_PER_PRODUCT:
+        shares, imbalance = share_out(spans, workers)
+        if imbalance <= MAX_IMBALANCE:
+            parts = [total_TD, *(torch.zeros_like(total_TD) for _ in range(workers - 1))]
+            jobs = [_pool(workers).submit(_quietly, body, s, p) for s, p in zip(shares, parts, strict=True)]
+            for job in jobs:
+                job.result()
+            for part in parts[1:]:
+                total_TD.add_(part)
+            return total_TD
+    body(spans, total_TD)
+    return total_TD
+
+
+def _quietly(body: Body, spans: list[Span], out_TD: Tensor) -> None:
+    with torch.no_grad():  # grad mode is per thread
+        body(spans, out_TD)
