@@ -46,10 +46,11 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
+# --no-compile: Python compiles what it imports, and that is a small part of what torch brings.
 # The first try takes torch's CPU build from wherever pip already looks; the second adds PyTorch's own index.
 define install
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(1)]' || \
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(1)]' || \
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt \
 	  --extra-index-url $(TORCH_CPU_INDEX) -e '.[$(1)]'
 	touch $@
 endef

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moesaic.spec.errors import SpecError
+
+if TYPE_CHECKING:
+    from moesaic.spec.model import ModelSpec
+    from moesaic.spec.tables import DataTable
 
 
 def check(
@@ -27,9 +32,10 @@ def check(
     run = load_run(file, overrides or [])
     spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
-    _paths_exist({"data.path": run.data.path, "data.validation_path": run.data.validation_path})
-    _paths_exist({"data.tokenizer": None if run.data.tokenizer == "bytes" else run.data.tokenizer})
-    _paths_exist({"model.hf": run.model.hf, "model.upcycle_from": run.model.upcycle_from})
+    source = run.model.upcycle_from if run.model.init == "upcycle" else run.model.hf
+    if source is not None and not Path(source).exists():
+        raise SpecError(f"the model's weights are to come from {source!r}, which does not exist.")
+    data = _data(run.data, spec, notes)
 
     train, counts = run.train, parameters(spec)
     flops = flops_per_token(spec, train.seq_len).total
@@ -43,7 +49,7 @@ def check(
         "training": f"{train.steps:,} steps = {tokens * train.steps:,} tokens, {train.dtype}",
         "work": f"{flops / 1e9:.3g} GFLOP per token, {flops * tokens / 1e12:.3g} TFLOP per step, "
         f"{flops * tokens * train.steps / 1e15:.3g} PFLOP in all",
-        "data": f"{run.data.path or 'none: set data.path before training'}, tokenizer {run.data.tokenizer}",
+        "data": data,
         "results": run.run.dir,
     }
     table = Table(box=None, show_header=False)
@@ -55,14 +61,35 @@ def check(
         console.print(Text(f"note: {note}"))
 
 
-def _paths_exist(paths: dict[str, str | None]) -> None:
-    for key, path in paths.items():
+def _data(table: DataTable, spec: ModelSpec, notes: list[str]) -> str:
+    """One line about the data, after a look at its files and its tokenizer."""
+    if table.path is None:
+        notes.append("data.path is not set: there is nothing to train on yet")
+        return "none"
+    if find_spec("torch") is None:
+        notes.append("the data was not looked at: that needs pip install 'moesaic[train]'")
+        return table.path
+
+    from moesaic.train.data import load_tokenizer
+    from moesaic.train.data.files import resolve
+
+    found = []
+    for key, path in (("data.path", table.path), ("data.validation_path", table.validation_path)):
         if path is None:
             continue
-        where = Path(path)
-        if not where.exists():
-            raise SpecError(f"{key} is {path!r}, which does not exist (looked in {Path.cwd()}).")
-        if where.is_dir() and not any(where.iterdir()):
-            raise SpecError(f"{key} is {path!r}, a folder with nothing in it.")
-        if where.is_file() and where.stat().st_size == 0:
-            raise SpecError(f"{key} is {path!r}, an empty file.")
+        kind, files = resolve(path, table.format)
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        if kind in ("text", "jsonl", "parquet") and size == 0:
+            raise SpecError(f"{key} is {path!r}, where {len(files)} files hold 0 bytes: there is nothing to read.")
+        found.append(f"{path} ({kind}, {len(files)} files, {size:,} bytes)")
+    learned = table.tokenizer.startswith("bpe:")
+    size_text = table.tokenizer.removeprefix("bpe:")
+    if learned and not size_text.isdigit():
+        raise SpecError(f'data.tokenizer is {table.tokenizer!r}, but must name a size, as in "bpe:8192".')
+    tokens = int(size_text) if learned else load_tokenizer(table.tokenizer).vocab_size
+    if tokens > spec.vocab:
+        raise SpecError(
+            f"the tokenizer {table.tokenizer!r} has {tokens:,} tokens, but the model's vocabulary only {spec.vocab:,}: "
+            f"use the model's own tokenizer, or a vocab_size of at least {tokens:,}."
+        )
+    return f"{', '.join(found)}, tokenizer {table.tokenizer} with {tokens:,} tokens"

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         result = _app()(list(arguments) or ["--help"], prog_name="moesaic", standalone_mode=False)
     except MoesaicError as error:
         return _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         result = _INTERRUPTED
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TRAIN_EXTRA:
@@ -70,10 +70,7 @@ def _app() -> typer.Typer:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_top)
     for name, target in COMMANDS.items():
-        try:
-            app.command(name)(_load(target))
-        except (ModuleNotFoundError, AttributeError) as error:
-            print(f"moesaic: command {name} is missing: {error}", file=sys.stderr)
+        app.command(name)(_load(target))
     return app
 
 

@@ -47,7 +47,7 @@ def parse_layout(text: str) -> LayoutTable:
                 raise SpecError(f"{word!r} in layout {text!r}: a degree is at least 1.")
             degrees[name] = int(match[2])
     given = degrees.pop("edp", None)
-    layout = LayoutTable(**{"dp": 1, **degrees})
+    layout = LayoutTable.model_validate({"dp": 1} | degrees)
     assert layout.dp != "auto"
     edp = _expert_data_degree(layout.tp, layout.cp, layout.dp, layout.ep, layout.etp)
     if given is not None and given != edp:

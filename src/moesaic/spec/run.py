@@ -70,14 +70,24 @@ class RunSpec(Table):
         """The model that `[model]` describes.
 
         Raises:
-            SpecError: the model is unknown, or its keys do not make a model.
+            SpecError: the model is unknown, its keys do not make a model, or it is too short for `train.seq_len`.
         """
         from .families import load_model_spec
 
         source = self.model_source()
         if isinstance(source, str):
-            return load_model_spec(source)
-        return load_model_spec(source, strict=list(self.model.inline), name=self.model.preset)
+            spec = load_model_spec(source)
+        else:
+            # Keys written by hand are checked, while a published config may carry any number of others. Such a model
+            # is no longer the one whose config it starts from, so it takes the run's name.
+            inline = self.model.inline
+            spec = load_model_spec(source, strict=list(inline), name=str(inline.get("name") or self.run.name))
+        if spec.learned_positions and self.train.seq_len > spec.max_positions:
+            raise SpecError(
+                f"train.seq_len is {self.train.seq_len} tokens, but {spec.name} has learned only "
+                f"{spec.max_positions} positions: use at most that."
+            )
+        return spec
 
     @property
     def tokens_per_step(self) -> int:

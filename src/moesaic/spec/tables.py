@@ -43,12 +43,14 @@ class ModelTable(Table):
 class DataTable(Table):
     """What is read: files, their format, and how documents become sequences."""
 
-    path: str | None = _key(None, "File or folder to train on, relative to the current directory.")
+    path: str | None = _key(None, "File, folder or pattern to train on, relative to the current directory.")
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "megatron"] = _key(
         "auto", "Format of the files; `auto` decides by their names."
     )
     text_key: str = _key("text", "Column or JSON key that holds the text.")
-    tokenizer: str = _key("bytes", '"bytes", or a tokenizer.json, or a folder that has one.')
+    tokenizer: str = _key(
+        "bytes", '"bytes", a tokenizer.json or its folder, or "bpe:8192" to learn that many from the data.'
+    )
     validation_path: str | None = _key(None, "File or folder of held-out data, in the same format.")
     validation_fraction: float = _key(
         0.01,
