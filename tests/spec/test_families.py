@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moesaic.cost.counts import parameters
 from moesaic.spec.errors import SpecError
 from moesaic.spec.families import FAMILIES, load_model_spec
+from moesaic.spec.families.defaults import DEFAULTS
 from moesaic.spec.presets import ALIASES, PRESETS
 
 transformers.logging.set_verbosity_error()
@@ -377,3 +378,25 @@ def test_missing_places(tmp_path):
 
 def test_attention_scale_of_grouped_query_attention():
     assert load_model_spec(TINY).layers[0].attention.scale == pytest.approx(1 / math.sqrt(8))
+
+
+ODD = [None, -1, 0, 3, 2.5, float("nan"), True, "odd", [], [1], {"a": 1}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_values_give_a_specification_or_a_sentence(family):
+    base = {**TINY, **GIVEN.get(family, {}), "model_type": family, "head_dim": 8, "num_hidden_layers": 4}
+    for key in [*DEFAULTS[family], *TINY, "router_aux_loss_coef", "eos_token_id", "notes", "partial_rotary_factor"]:
+        for value in ODD:
+            try:
+                load_model_spec({**base, key: value}, strict=True)
+            except SpecError as error:
+                assert str(error).endswith((".", "?", ")")) or "known are" in str(error) or "did you mean" in str(error)
+    for key in ("factor", "type", "alpha", "short_factor", "mscale_all_dim", "original_max_position_embeddings"):
+        for value in ODD:
+            for kind in ("yarn", "longrope", "dynamic") if family in ("llama", "deepseek_v3") else ():
+                scaling = {"type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, key: value}
+                try:
+                    load_model_spec({**base, "rope_scaling": scaling})
+                except SpecError:
+                    continue

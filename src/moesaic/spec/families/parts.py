@@ -177,8 +177,8 @@ def first_dense(config: Config, layers: int) -> list[bool]:
 def model(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelSpec:
     """The whole model from its layers and the keys that all families spell alike. `more` are fields of ModelSpec."""
     notes = list(more.pop("notes", ()))
-    stated = config.raw.get("notes")
-    notes.extend([stated] if isinstance(stated, str) else stated or ())
+    stated = config.raw.get("notes") or ()
+    notes.extend(str(note) for note in (stated if isinstance(stated, (list, tuple)) else [stated]))
     if config.filled:
         filled = ", ".join(f"{key} = {value}" for key, value in sorted(config.filled.items()))
         notes.append(f"not in the config, so {config.family}'s defaults: {filled}")
