@@ -140,7 +140,11 @@ def write(folder: Path, state: State, files: dict[str, str]) -> None:
             old = folder.parent / f".tmp-old-{folder.name}"
             shutil.rmtree(old, ignore_errors=True)
             os.rename(folder, old)
-            os.rename(temporary, folder)
+            try:
+                os.rename(temporary, folder)
+            except BaseException:
+                os.rename(old, folder)
+                raise
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(temporary, folder)
@@ -286,9 +290,9 @@ def read(folder: Path, state: State) -> None:
 def first_difference(saved: ModelSpec, wanted: ModelSpec) -> str | None:
     """The first architectural difference between two models as `path is A in the checkpoint and B here`, or None.
 
-    Names, notes and the original config do not count.
+    Names, notes, the original config, and what only matters for starting or balancing do not count.
     """
-    skipped = {"name", "notes", "hf_config", "family"}
+    skipped = {"name", "family", "notes", "hf_config", "init_std", "balance_coefficient", "document_end"}
     return _difference(saved.model_dump(exclude=skipped), wanted.model_dump(exclude=skipped), "")
 
 

@@ -89,6 +89,7 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     checkpoints.folder.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers()
     step, total_tokens, elapsed = 0, 0, 0.0
+    saved_step: int | None = None
     if resume:
         newest, passed_over = checkpoints.newest()
         notes += passed_over
@@ -98,6 +99,7 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
             notes += _changes(newest, run)
             progress = _restore(newest, spec, decoder, optimizer)
             step, total_tokens, elapsed = progress["step"], progress["tokens"], progress["seconds"]
+            saved_step = step
             notes.append(f"Going on after step {step} from {newest}.")
     _write_resolved(folder, run)
     if data.tokenizer is not None:
@@ -160,9 +162,11 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
             if last or (keys.checkpoint_every and step % keys.checkpoint_every == 0):
                 with clock.phase("checkpoint"):
                     save()
+                saved_step = step
 
         if stop.requested and step < keys.steps:
-            save()
+            if saved_step != step:
+                save()
             checkpoints.wait()
             display.say(f"Stopped by {stop.requested} after step {step}; saved. Go on with --resume.")
             return STOPPED
