@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "part"),
     [
         (["chek"], "check"),
-        (["check"], "file"),
+        (["check"], "argument"),
         (["check", "x.toml", "--sat"], "--sat"),
         (["check", "no-such.toml"], "'no-such.toml' does not exist"),
         (["explain", "train.sede"], "did you mean 'seed'"),
@@ -85,9 +86,21 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["train"])
 
 
-def test_python_m_moesaic_is_the_same_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moesaic", "explain", "nothing.like.it"], capture_output=True, text=True, cwd=tmp_path
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    source = Path(moesaic.__file__).parent.parent
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(source)}
     )
+
+
+def test_python_m_moesaic_is_the_same_command() -> None:
+    done = run_python("-m", "moesaic", "explain", "nothing.like.it")
     assert done.returncode == 2
     assert done.stderr.startswith("moesaic: unknown key") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["model", "Mixtral-8x7B", "--json"], ["explain"]])
+def test_commands_that_need_no_torch_do_not_load_it(arguments: list[str]) -> None:
+    code = f"import sys; sys.modules['torch'] = None; from moesaic.cli.main import main; sys.exit(main({arguments!r}))"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
