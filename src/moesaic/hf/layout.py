@@ -65,6 +65,14 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class Alternating:
+    """gate|up halves of axis 1 of [E, 2F, D] as alternating rows: [E, F, 2, D] (gpt-oss's MXFP4 blocks)."""
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(1, (2, tensor.shape[1] // 2)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
 class Leading:
     """A leading axis of length one: [E] as [1, E] (ERNIE). Its inverse squeezes."""
 
@@ -79,6 +87,8 @@ class Piece:
     key: str
     shape: tuple[int, ...]
     steps: tuple[Converter, ...] = ()
+    mxfp4: bool = False
+    """Stored as blocks of packed four-bit numbers, `shape` in bytes; read only."""
 
     def view(self, tensor: Tensor) -> Tensor:
         """Our tensor seen in the disk's order; reshaping the result to `shape` gives the disk tensor."""
@@ -139,7 +149,7 @@ def check_layout(rule: Rule, layout: Layout) -> None:
     covered = torch.zeros(rule.shape, dtype=torch.int32)
     for piece in layout:
         view = piece.view(covered)
-        if view.numel() != prod(piece.shape):
+        if view.numel() != prod(piece.shape) * (2 if piece.mxfp4 else 1):
             raise ValueError(f"{piece.key} has shape {piece.shape} on disk and {tuple(view.shape)} in {rule.name}.")
         view += 1
     if covered.numel() and (covered.min() != 1 or covered.max() != 1):

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moesaic.hf.errors import WeightsError
 from moesaic.hf.layout import Layout, Rule
 from moesaic.hf.mapping import OWN_FAMILY, rules
 from moesaic.hf.naming import NAMINGS
-from moesaic.hf.quantized import SCALE_SUFFIX, check_quantization, is_fp8, read_fp8_into
+from moesaic.hf.quantized import MXFP4_SUFFIXES, SCALE_SUFFIX, check_quantization, is_fp8, read_fp8_into, read_mxfp4_into
 from moesaic.hf.safetensors_io import Weights
 from moesaic.spec.errors import nearest
 from moesaic.spec.model import ModelSpec
@@ -90,7 +91,9 @@ def import_tensors(
         for piece in layout:
             key = keys[piece.key]
             view = piece.view(target)
-            if is_fp8(weights, key):
+            if piece.mxfp4:
+                read_mxfp4_into(weights, key, view)
+            elif is_fp8(weights, key):
                 read_fp8_into(weights, key, view, block)
             else:
                 weights.read_into(key, view)
@@ -137,12 +140,6 @@ def _choose_layouts(
         best = max(rule.layouts, key=lambda layout: sum(piece.key in keys for piece in layout))
         missing += [piece.key for piece in best if piece.key not in keys]
     if missing:
-        quantised = sorted(key for key in keys if key.startswith(missing[0] + "_"))
-        if quantised and quantised[0].endswith(("_blocks", "_scales")):
-            raise WeightsError(
-                f"{missing[0]} is stored as MXFP4 blocks in {folder}, which cannot be read; convert the checkpoint to "
-                "bf16 first (transformers: from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)."
-            )
         raise WeightsError(
             f"{folder} lacks {_listed(missing, 'tensor')} that config.json asks for; {nearest(missing[0], keys)}"
         )
@@ -181,7 +178,8 @@ def _check_unexpected(
     report: Imported,
 ) -> None:
     used = {piece.key for _, layout in todo for piece in layout} | {copy for rule, _ in todo for copy in rule.copies}
-    used |= {key + SCALE_SUFFIX for key in used}
+    blocks, scales = MXFP4_SUFFIXES
+    used |= {key + SCALE_SUFFIX for key in used} | {key.removesuffix(blocks) + scales for key in used}
     ignored = [re.compile(pattern) for pattern in (*_IGNORED, *getattr(NAMINGS.get(family), "ignored", ()))]
     rest = [key for key in keys if key not in used and not any(pattern.search(key) for pattern in ignored)]
     if spec.tied_embeddings and "lm_head.weight" in rest:
@@ -214,7 +212,7 @@ def _check_shapes(todo: Iterable[tuple[Rule, Layout]], keys: Mapping[str, str], 
                     f"{piece.key} has shape {list(entry.shape)} in {entry.path}, and config.json asks for "
                     f"{list(piece.shape)}."
                 )
-            if not entry.dtype.is_floating_point:
+            if not entry.dtype.is_floating_point and not (piece.mxfp4 and entry.dtype == torch.uint8):
                 name = str(entry.dtype).removeprefix("torch.")
                 raise WeightsError(
                     f"{piece.key} is stored as {name} in {entry.path}; quantised weights have to be converted to bf16 "

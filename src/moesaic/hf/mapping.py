@@ -9,13 +9,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moesaic.hf.errors import WeightsError
-from moesaic.hf.layout import Converter, Interleaved, Layout, Leading, Piece, Rows, Rule, Select, Transposed, single
+from moesaic.hf.layout import (
+    Alternating,
+    Converter,
+    Interleaved,
+    Layout,
+    Leading,
+    Piece,
+    Rows,
+    Rule,
+    Select,
+    Transposed,
+    single,
+)
 from moesaic.hf.naming import NAMINGS, Naming
 from moesaic.spec.errors import nearest
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 OWN_FAMILY = "moesaic"
 """The `model_type` of architectures that no Hugging Face family covers: our names, verbatim."""
+
+MXFP4_BLOCK = 32
+"""Numbers that share one scale in the MXFP4 format."""
 
 
 def naming_of(family: str) -> Naming:
@@ -210,6 +225,12 @@ class _Walk:
             down_layouts: list[Layout] = [
                 (Piece(f"{disk}.experts.down_proj", (count, width, hidden), (Transposed(),)),)
             ]
+            if kind == "fused_interleaved" and hidden % MXFP4_BLOCK == 0 and width % MXFP4_BLOCK == 0:
+                blocks, half = f"{disk}.experts.%s_blocks", MXFP4_BLOCK // 2
+                up_shape = (count, up_rows, hidden // MXFP4_BLOCK, half)
+                down_shape = (count, hidden, width // MXFP4_BLOCK, half)
+                up_layouts.append((Piece(blocks % "gate_up_proj", up_shape, (Alternating(),), mxfp4=True),))
+                down_layouts.append((Piece(blocks % "down_proj", down_shape, mxfp4=True),))
         elif kind == "granite":
             up_layouts = [(Piece(f"{disk}.input_linear.weight", up),)]
             down_layouts = [(Piece(f"{disk}.output_linear.weight", down),)]

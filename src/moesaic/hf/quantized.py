@@ -23,9 +23,9 @@ def check_quantization(config: dict[str, Any], folder: object) -> tuple[int, int
     """
     table = config.get("quantization_config") or {}
     method = table.get("quant_method")
-    if method not in (None, "fp8"):
+    if method not in (None, "fp8", "mxfp4"):
         raise WeightsError(
-            f"the weights in {folder} are quantised with {method!r}, and only block-wise fp8 can be read; "
+            f"the weights in {folder} are quantised with {method!r}, and only block-wise fp8 and mxfp4 can be read; "
             "get or write a bf16 copy first."
         )
     rows, columns = table.get("weight_block_size") or (128, 128)
@@ -62,3 +62,33 @@ def read_fp8_into(weights: Weights, key: str, view: Tensor, block: tuple[int, in
         rows = slice(i * block[0], (i + 1) * block[0])
         widened = row_scales.repeat_interleave(block[1])[: values.shape[1]]
         view[rows].copy_(values[rows].float() * widened)
+
+
+MXFP4_SUFFIXES = ("_blocks", "_scales")
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def read_mxfp4_into(weights: Weights, key: str, view: Tensor) -> None:
+    """Copies packed four-bit numbers into `view` [E, …], expert by expert.
+
+    Block [..., 16] bytes hold 32 numbers, the low half of each byte first: sign, then an index into 0, ½, 1, 1½, 2, 3,
+    4, 6; each block is multiplied by 2^(scale − 127) (OCP Microscaling Formats 1.0, section 5.3).
+
+    Raises:
+        WeightsError: there are no scales, or not one per block.
+    """
+    scales_key = key.removesuffix(MXFP4_SUFFIXES[0]) + MXFP4_SUFFIXES[1]
+    if scales_key not in weights:
+        raise WeightsError(f"{key} is stored as MXFP4 blocks and its scales, {scales_key}, are missing.")
+    shape, scales = weights.entry(key).shape, weights.read(scales_key)
+    if tuple(scales.shape) != shape[:-1]:
+        raise WeightsError(
+            f"{scales_key} has shape {list(scales.shape)}, and {key} of shape {list(shape)} needs {list(shape[:-1])}."
+        )
+    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
+    for expert in range(shape[0]):
+        packed = weights.read_entry(key, expert)
+        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+        exponents = scales[expert].to(torch.int32) - 127
+        values = torch.ldexp(table[pairs.int()], exponents.unsqueeze(-1))
+        view[expert].copy_(values.view(view[expert].shape))

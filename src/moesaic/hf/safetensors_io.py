@@ -132,14 +132,16 @@ class Weights:
             where: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, OSError):
             raise WeightsError(f"{index} is not an index of safetensors files: it has no readable weight_map.") from None
+        tables = {}
         for file in sorted(set(where.values())):
             if not (self.folder / file).is_file():
                 lost = sum(name == file for name in where.values())
                 raise WeightsError(f"{self.folder / file} is missing; {index.name} lists {lost} tensors in it.")
-            self.entries.update(read_table(self.folder / file))
+            tables[file] = read_table(self.folder / file)
         for name, file in where.items():
-            if name not in self.entries:
+            if name not in tables[file]:
                 raise WeightsError(f"{name} is missing from {self.folder / file}, where {index.name} says it is.")
+            self.entries[name] = tables[file][name]
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -162,6 +164,13 @@ class Weights:
         entry = self.entry(name)
         out = torch.empty(entry.shape, dtype=entry.dtype)
         _read_bytes(entry, name, entry.start, out)
+        return out
+
+    def read_entry(self, name: str, index: int) -> Tensor:
+        """Entry `index` of the first axis, in the dtype on disk."""
+        entry = self.entry(name)
+        out = torch.empty(entry.shape[1:], dtype=entry.dtype)
+        _read_bytes(entry, name, entry.start + index * (entry.bytes // entry.shape[0]), out)
         return out
 
     def read_into(self, name: str, view: Tensor) -> None:
