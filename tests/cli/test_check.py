@@ -89,3 +89,9 @@ def test_explain_one_key_and_a_table(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "layout.micro_batch" in shown and "sequences" in shown and "default  1" in shown
     assert main(["explain", "train"]) == 0
     assert "train.warmup_steps" in capsys.readouterr().out
+
+
+def test_the_handbook_lists_every_key_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--markdown"]) == 0
+    chapter = Path(__file__).parents[2] / "docs" / "run-file.md"
+    assert chapter.read_text(encoding="utf-8").endswith(capsys.readouterr().out)

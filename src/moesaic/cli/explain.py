@@ -9,6 +9,7 @@ import typer
 
 def explain(
     key: Annotated[str | None, typer.Argument(help="table.key, a key, or a table; all keys if left out.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
     """Explain a key of a run file: its type, unit, default and meaning."""
     from rich.console import Console
@@ -18,6 +19,12 @@ def explain(
     from moesaic.spec.keys import explain as look_up
 
     console, entries = Console(), look_up(key)
+    if markdown:
+        print("| key | type | unit | default | meaning |\n| --- | --- | --- | --- | --- |")
+        for entry in entries:
+            cells = (f"`{entry.key}`", entry.type, entry.unit, entry.default, entry.help)
+            print("| " + " | ".join(cell.replace(" | ", " or ") for cell in cells) + " |")
+        return
     if len(entries) == 1:
         entry = entries[0]
         console.print(Text(entry.key, style="bold"))

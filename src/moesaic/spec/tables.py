@@ -30,9 +30,9 @@ class ModelTable(Table):
     preset: str | None = _key(None, "Name of a built-in model; other keys of this table override its config.")
     hf: str | None = _key(None, "Folder or config.json of a Hugging Face model; other keys override its config.")
     init: Literal["random", "hf", "upcycle"] = _key(
-        "random", "Start from random weights, from the weights in `hf`, or from the dense model in `upcycle_from`."
+        "random", "Where weights come from: chance, the folder `hf`, or the dense model `upcycle_from`."
     )
-    upcycle_from: str | None = _key(None, "Hugging Face folder of the dense model whose MLPs become the experts.")
+    upcycle_from: str | None = _key(None, "Dense model whose MLPs become the experts: a run, a step-N checkpoint, or a Hugging Face folder.")
 
     @property
     def inline(self) -> dict[str, Any]:
