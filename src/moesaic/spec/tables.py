@@ -32,7 +32,9 @@ class ModelTable(Table):
     init: Literal["random", "hf", "upcycle"] = _key(
         "random", "Where weights come from: chance, the folder `hf`, or the dense model `upcycle_from`."
     )
-    upcycle_from: str | None = _key(None, "Dense model whose MLPs become the experts: a run, a step-N checkpoint, or a Hugging Face folder.")
+    upcycle_from: str | None = _key(
+        None, "Dense model whose MLPs become the experts: a run, a step-N checkpoint, or a Hugging Face folder."
+    )
 
     @property
     def inline(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class TrainTable(Table):
     log_every: int = _key(1, "Steps between lines of metrics.jsonl.", "steps", ge=1)
     checkpoint_every: int = _key(500, "Steps between checkpoints; 0 means only after the last step.", "steps", ge=0)
     keep_checkpoints: int = _key(2, "Newest checkpoints that are kept; 0 keeps all.", "checkpoints", ge=0)
-    threads: int = _key(0, "CPU threads; 0 takes one per core.", "threads", ge=0)
+    threads: int = _key(0, "CPU threads; 0 takes OMP_NUM_THREADS if set, else one per physical core.", "threads", ge=0)
     tune_malloc: bool = _key(True, "Have glibc keep large blocks instead of giving them back after every tensor.")
     mtp_weight: float = _key(
         0.3, "Weight of the loss of multi-token prediction blocks, where a model has them.", ge=0.0
@@ -142,7 +144,7 @@ class BalanceTable(Table):
     batch_aux: float = _key(
         0.0,
         "Coefficient of the load-balancing loss over a micro-batch.",
-        derived="the model's own coefficient when none of the three auxiliary losses is given",
+        derived="the model's own when neither an auxiliary loss nor bias_update is given",
         ge=0.0,
     )
     sequence_aux: float = _key(0.0, "Coefficient of the load-balancing loss over each sequence.", ge=0.0)
