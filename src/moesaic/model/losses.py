@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.model.kernels import compute_dtype
@@ -20,7 +19,7 @@ from moesaic.model.router import Router, Routing
 IGNORED = -100
 """The label of a token that is not trained."""
 
-LOGIT_BYTES = 64 * 2**20
+LOGIT_BYTES = 128 * 2**20
 """The cross entropy holds logits for as many tokens at once as fit in this many bytes."""
 
 
@@ -91,9 +90,10 @@ class _CrossEntropy(torch.autograd.Function):
         grad_weight = make_weight(weight.shape, dtype=summed, device=x_TD.device) if with_grad else None
         grad_bias = torch.zeros(weight.shape[0], dtype=summed, device=x_TD.device) if with_grad else None
         chunk = max(16, LOGIT_BYTES // (weight.shape[0] * summed.itemsize))
+        buffer = x_TD.new_empty(min(chunk, rows_ND.shape[0]), weight.shape[0], dtype=product)
         for start in range(0, rows_ND.shape[0], chunk):
             x, labels = rows_ND[start : start + chunk].to(product), labels_N[start : start + chunk, None]
-            logits = F.linear(x, weight, None if bias_V is None else bias_V.to(product)).to(summed)
+            logits = _logits(x, weight, bias_V, buffer)
             if divisor != 1.0:
                 logits.div_(divisor)
             torch.ops.aten._log_softmax.out(logits, -1, False, out=logits)
@@ -129,6 +129,13 @@ class _CrossEntropy(torch.autograd.Function):
             gradients = [None if g is None else g * grads[0].to(g.dtype) for g in gradients]
         wanted = [g if want else None for g, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
         return *wanted, None, None, None, None
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """x Wᵀ + b in at least fp32, written into `buffer` where that is of this type: fresh memory costs page faults."""
+    out = torch.mm(x, weight.t(), out=buffer[: x.shape[0]])
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    return out if bias is None else out.add_(bias)
 
 
 def cross_entropy(

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_ELEMENTS_PER_BLOCK = 2**17
+"""Backward walks rows in blocks of this size, so that its five temporaries stay in cache."""
+
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
@@ -30,20 +33,25 @@ class _RmsNorm(torch.autograd.Function):
         return y.mul_(weight) if y.dtype == weight.dtype else y * weight
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """With n = x · scale and g = grad · w: grad_w = Σ grad · n, and grad_x = scale · (g − n · mean(g · n))."""
         x, scale, weight = ctx.saved_tensors
         width = x.shape[-1]
-        grad_y = grads[0].to(scale.dtype)
-        normed = x.to(scale.dtype) * scale
-        grad_weight = None
-        if weight is not None and ctx.needs_input_grad[1]:
-            grad_weight = (grad_y * normed).reshape(-1, width).sum(0).to(weight.dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_normed = grad_y if weight is None else grad_y * weight
-            along = (grad_normed * normed).sum(-1, keepdim=True).div_(-width)
-            grad_x = torch.addcmul(grad_normed, normed, along).mul_(scale).to(x.dtype)
-        return grad_x, grad_weight, None
+        x_TD, scale_T1, grad_y_TD = x.reshape(-1, width), scale.reshape(-1, 1), grads[0].reshape(-1, width)
+        factor = x.new_ones(width, dtype=scale.dtype) if weight is None else weight.to(scale.dtype)
+        grad_x_TD = torch.empty_like(x_TD)
+        grad_weight = torch.zeros_like(factor)
+        block = max(1, _ELEMENTS_PER_BLOCK // width)
+        for start in range(0, x_TD.shape[0], block):
+            rows = slice(start, start + block)
+            grad_y = grad_y_TD[rows].to(scale.dtype)
+            normed = x_TD[rows].to(scale.dtype) * scale_T1[rows]
+            product = grad_y * normed
+            grad_weight += product.sum(0)
+            along = torch.mv(product, factor)[:, None].div_(-width)
+            grad_x_TD[rows] = torch.mul(grad_y, factor, out=product).addcmul_(normed, along).mul_(scale_T1[rows])
+        return grad_x_TD.view_as(x), None if weight is None else grad_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -101,6 +101,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos, sin, interleaved, offset, 1.0)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         interleaved, offset = ctx.layout
@@ -108,40 +109,37 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int, direction: float) -> Tensor:
-    rotated = 2 * cos.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for kept in (slice(0, offset), slice(offset + rotated, x.shape[-1])):
-        if kept.stop > kept.start:
-            y[..., kept] = x[..., kept]
+    """x · cos + partner(x) · (± sin): every operation runs over whole heads, not over halves of them."""
+    width = cos.shape[-1]
+    turned = x[..., offset : offset + width]
     if interleaved:
-        first, second = slice(offset, offset + rotated, 2), slice(offset + 1, offset + rotated, 2)
+        partner = turned.unflatten(-1, (width // 2, 2)).flip(-1).flatten(-2)
     else:
-        middle = offset + rotated // 2
-        first, second = slice(offset, middle), slice(middle, offset + rotated)
-    a, b = x[..., first], x[..., second]
-    if x.dtype == cos.dtype:
-        torch.mul(a, cos, out=y[..., first]).addcmul_(b, sin, value=-direction)
-        torch.mul(b, cos, out=y[..., second]).addcmul_(a, sin, value=direction)
-    else:
-        y[..., first] = a * cos - direction * (b * sin)
-        y[..., second] = b * cos + direction * (a * sin)
-    return y
+        partner = turned.roll(width // 2, -1)
+    y = (turned * cos).addcmul_(partner, sin, value=direction).to(x.dtype)
+    if width == x.shape[-1]:
+        return y
+    return torch.cat((x[..., :offset], y, x[..., offset + width :]), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offset: int = 0) -> Tensor:
     """Rotate queries or keys by their positions.
 
-    x [B, S, H, d]; cos and sin [1 or B, S, 1, R/2]. Dimensions `offset` to `offset + R` of each head are rotated, the
-    others pass through (partial rotary embedding). Pairs are (i, i + R/2), or (2i, 2i + 1) when `interleaved`.
+    x [B, S, H, d]; cos and sin [1 or B, S, 1, R] from `rope_table`. Dimensions `offset` to `offset + R` of each head
+    are rotated, the others pass through (partial rotary embedding). Pairs are (i, i + R/2), or (2i, 2i + 1) when
+    `interleaved`.
     """
     return _Rotate.apply(x, cos, sin, interleaved, offset)  # type: ignore[no-any-return]
 
 
 def rope_table(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions [1 or B, S], each [1 or B, S, 1, R/2] in fp32."""
+    """Cosines and signed sines for positions [1 or B, S], each [1 or B, S, 1, R] in fp32.
+
+    Each pair's cosine stands at both of its dimensions; its sine is negative at the first and positive at the second.
+    """
     frequencies, magnitude = inverse_frequencies(spec, positions.device)
     angles = positions[:, :, None, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    if magnitude != 1.0:
-        cos, sin = cos * magnitude, sin * magnitude
-    return cos, sin
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    if spec.interleaved:
+        return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -44,7 +44,7 @@ class Sequences:
         return cls(batch, length, positions, documents, ids.device)
 
     def rope(self, spec: RopeSpec, key: str) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [1 or B, S, 1, R/2] of a rotary embedding; `key` identifies `spec`."""
+        """Cosines and signed sines [1 or B, S, 1, R] of a rotary embedding; `key` identifies `spec`."""
         if key not in self._tables:
             self._tables[key] = rope_table(spec, self.positions)
         return self._tables[key]
