@@ -8,10 +8,9 @@ BIN    := $(VENV)/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 JOBS   ?= 2
 
-.PHONY: demo test lint bench clean
+.PHONY: help demo test lint bench clean
 .DEFAULT_GOAL := help
 
-.PHONY: help
 help:
 	@echo "make demo   train a small mixture of experts on this machine and look at the result"
 	@echo "make test   lint, types and all tests"
@@ -23,7 +22,7 @@ demo: $(VENV)/.stamp-train
 	$(BIN)/python examples/demo.py
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

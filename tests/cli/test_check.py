@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.spec.run import parse_run
+
+CHAPTER = Path(__file__).resolve().parents[2] / "docs" / "run-file.md"
 
 TINY = """
 [model]
@@ -93,5 +98,9 @@ def test_explain_one_key_and_a_table(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_the_handbook_lists_every_key_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--markdown"]) == 0
-    chapter = Path(__file__).parents[2] / "docs" / "run-file.md"
-    assert chapter.read_text(encoding="utf-8").endswith(capsys.readouterr().out)
+    assert CHAPTER.read_text(encoding="utf-8").endswith(capsys.readouterr().out)
+
+
+def test_the_run_file_of_the_handbook_is_right() -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", CHAPTER.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(parse_run(tomllib.loads(text)).model_spec().layers) == 2
