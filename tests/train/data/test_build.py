@@ -159,6 +159,15 @@ def test_validation_covers_every_token_once(corpus: Path, tmp_path: Path, make_r
     assert torch.equal(some[0].ids_BS, batches[0].ids_BS)
 
 
+def test_a_limited_validation_is_a_sample_of_all_documents() -> None:
+    length = np.array([4001])
+    store = TokenStore(np.arange(4001), np.array([0]), length)
+    dataset = TokenDataset(Sequences(whole(store), 4), vocab=5000, global_batch=8, micro_batch=8, seed=0)
+    first = np.concatenate([batch.ids_BS[:, 0].numpy() for batch in dataset.once(100)])
+    # 100 of 1,000 sequences drawn without order: their mean place is 500 with a standard deviation of 27.
+    assert len(set(first)) == 100 and abs(first.mean() / 4 - 500) < 5 * 27
+
+
 def test_unpacked_documents(corpus: Path, tmp_path: Path, make_run: MakeRun, texts: list[str]) -> None:
     data = build_data(make_run(corpus, pack=False, seq_len=600, global_batch=1), 257, tmp_path / "cache")
     assert len(data.train) == 4 * len(texts)

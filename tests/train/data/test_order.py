@@ -57,6 +57,11 @@ def test_endless_run_is_the_epochs_in_turn_however_it_is_cut(sequences: int, see
         assert sorted(whole[begin : begin + sequences]) == list(range(sequences))
 
 
+def test_each_epoch_of_an_endless_run_has_an_order_of_its_own() -> None:
+    row = sequences_at(0, 5 * 50, 50, 1).reshape(5, 50)
+    assert len({tuple(epoch) for epoch in row.tolist()}) == 5
+
+
 def test_orders_differ_by_seed_and_epoch() -> None:
     count = 1000
     orders = {
