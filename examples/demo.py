@@ -89,7 +89,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a much smaller model, about half a minute")
     parser.add_argument("--fresh", action="store_true", help="delete the run's folder and start over")
     parser.add_argument("--dir", help="folder of the run (default: runs/demo, or runs/demo-quick)")
-    parser.add_argument("--cache", default=".cache/demo", help="folder of the text and its tokens (default: %(default)s)")
+    parser.add_argument(
+        "--cache", default=".cache/demo", help="folder of the text and its tokens (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     options.dir = options.dir or ("runs/demo-quick" if options.quick else "runs/demo")
     return options
@@ -120,11 +122,10 @@ def collect(path: Path, limit: int) -> str:
                 source = module.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue
-            if size + len(source) > limit:
-                break
-            if source.strip():
+            length = len(source.encode())
+            if source.strip() and size + length <= limit:
                 file.write(json.dumps({"name": name.as_posix(), "text": source}) + "\n")
-                modules, size = modules + 1, size + len(source.encode())
+                modules, size = modules + 1, size + length
     partial.replace(path)
     write(about, json.dumps({**wanted, "modules": modules, "bytes": size}))
     return f"{modules} modules, {size / 1e6:.1f} MB: {sentence} (written to {path})"
@@ -198,7 +199,12 @@ def show_result(console: Console, folder: Path) -> None:
         f"{gib(record.last('peak_memory_bytes'))}\n"
     )
     newest = max((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
-    places = {"report": report, "checkpoint": newest, "metrics": folder / "metrics.jsonl", "sample": folder / "sample.txt"}
+    places = {
+        "report": report,
+        "checkpoint": newest,
+        "metrics": folder / "metrics.jsonl",
+        "sample": folder / "sample.txt",
+    }
     for name, path in places.items():
         console.print(f"{name:11}{path.resolve()}", soft_wrap=True)
     console.print(

@@ -12,9 +12,10 @@ import moesaic
 from moesaic.report import balance
 from moesaic.report.charts import Level, Line, line_chart, share_bar, stacked_bars
 from moesaic.report.facts import fact_table, headline, tiles, warnings
-from moesaic.report.numbers import duration, gib, short, smooth
+from moesaic.report.numbers import duration, short, smooth
 from moesaic.report.read import RunRecord, read_run
 
+PHASE_NAMES = {"eval": "evaluation", "data": "reading data"}
 PHASE_COLOURS = [f"var(--p{index})" for index in range(1, 9)]
 
 
@@ -96,7 +97,7 @@ def _time(record: RunRecord) -> str:
             rows.append((int(row["step"]), [float(table.get(name) or 0.0) for name in names]))
     totals = [sum(values[index] for _, values in rows) for index in range(len(names))]
     order = sorted(range(len(names)), key=lambda index: -totals[index])
-    names = [names[index].replace("_", " ") for index in order]
+    names = [PHASE_NAMES.get(names[index], names[index]) for index in order]
     totals = [totals[index] for index in order]
     rows = [(step, [values[index] for index in order]) for step, values in rows]
     colours = [PHASE_COLOURS[index % len(PHASE_COLOURS)] for index in range(len(names))]
@@ -137,15 +138,15 @@ def _curves(record: RunRecord) -> str:
     charts.append(card("Learning rate", "", line_chart([Line("rate", record.series("lr"), "var(--p1)")], zero=True)))
     for name in record.keys_under("loss_parts"):
         title = PART_TITLES.get(name, name.replace("_", " "))
-        text = "As it enters the total loss, its coefficient included."
+        text = PART_TEXTS.get(name, "Before its coefficient.")
         charts.append(card(title, text, line_chart(_single(title, record.series("loss_parts", name), "var(--p5)"))))
-    memory = record.series("peak_memory_bytes")
+    memory = [(step, size / 2**20) for step, size in record.series("peak_memory_bytes")]
     if memory:
         charts.append(
             card(
                 "Memory",
-                "The most that the process has held so far.",
-                line_chart([Line("most so far", memory, "var(--p8)")], zero=True, text=gib),
+                "The most that the process has held so far, in MiB.",
+                line_chart([Line("most so far", memory, "var(--p8)")], zero=True),
             )
         )
     return f'<div class="grid2">{"".join(charts)}</div>'
@@ -157,6 +158,14 @@ PART_TITLES = {
     "global_aux": "Global balancing loss",
     "z": "Router z-loss",
     "mtp": "Multi-token prediction loss",
+}
+_BALANCE_TEXT = "Mean over layers, before its coefficient; 1 is perfect balance."
+PART_TEXTS = {
+    "batch_aux": _BALANCE_TEXT,
+    "sequence_aux": _BALANCE_TEXT,
+    "global_aux": _BALANCE_TEXT,
+    "z": "Mean squared log-sum-exp of the routers' logits, before its coefficient.",
+    "mtp": "Cross-entropy of the tokens further ahead in nats, before its coefficient.",
 }
 
 

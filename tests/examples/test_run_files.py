@@ -1,0 +1,71 @@
+"""Every run file of examples/ trains, in the order that its comments give."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.report import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = [
+    *("--set", "train.steps=3", "--set", "train.warmup_steps=1", "--set", "train.eval_every=0"),
+    *("--set", "train.global_batch=2", "--set", "layout.micro_batch=2", "--set", "train.seq_len=32"),
+    *("--set", "train.eval_batches=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with examples/ and some text under the names that the run files use."""
+    folder = tmp_path_factory.mktemp("examples")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    for name in ("src", "tests"):
+        (folder / name).mkdir()
+        for path in sorted((ROOT / "src" / "moesaic" / "spec").glob("*.py")):
+            shutil.copy(path, folder / name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(work, monkeypatch):
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("MOESAIC_CACHE", str(work / "cache"))
+
+
+def train(name: str) -> None:
+    assert main(["check", f"examples/{name}.toml"]) == 0
+    assert main(["train", f"examples/{name}.toml", *SHORT]) == 0
+
+
+def first_and_last(name: str) -> tuple[float, float]:
+    losses = [loss for _, loss in read_run(Path("runs") / name).series("loss")]
+    return losses[0], losses[-1]
+
+
+def test_every_run_file_is_tried_here():
+    names = {path.stem for path in (ROOT / "examples").glob("*.toml")}
+    assert names == {"demo", "mixtral-tiny", "deepseek-tiny", "finetune", "upcycle-dense", "upcycle"}
+
+
+def test_deepseek_tiny():
+    train("deepseek-tiny")
+
+
+def test_mixtral_tiny_then_finetune():
+    train("mixtral-tiny")
+    assert main(["report", "runs/mixtral-tiny"]) == 0
+    assert main(["export", "runs/mixtral-tiny", "runs/mixtral-tiny-hf"]) == 0
+    train("finetune")
+    # Fine-tuning starts where the other run ended, not at the loss of random weights.
+    assert first_and_last("mixtral-tiny")[0] == pytest.approx(math.log(257), abs=0.1)
+    assert first_and_last("finetune")[0] < first_and_last("mixtral-tiny")[0] - 0.02
+
+
+def test_upcycle_starts_at_the_loss_of_the_dense_model():
+    train("upcycle-dense")
+    train("upcycle")
+    dense, mixture = read_run(Path("runs/upcycle-dense")), read_run(Path("runs/upcycle"))
+    assert mixture.series("loss")[0][1] < dense.series("loss")[0][1]
