@@ -43,9 +43,10 @@ def test_index_and_metadata(tmp_path: Path) -> None:
     for file in (tmp_path / "m").glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            seen |= {name: file.name for name in opened.keys()}
+            seen |= dict.fromkeys(opened.keys(), file.name)
     assert seen == index["weight_map"]
-    assert index["metadata"]["total_size"] == result.bytes == 4 * sum(p.numel() for p in decoder_of("mixtral").parameters())
+    parameters = sum(parameter.numel() for parameter in decoder_of("mixtral").parameters())
+    assert index["metadata"]["total_size"] == result.bytes == 4 * parameters
 
 
 def test_dtype_is_converted_but_not_of_selection_biases(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"norm.weight has shape \[3\], and .* asks for \[40\]"):
         export_tensors(decoder.spec, {**state, "norm.weight": torch.ones(3)}, tmp_path / "m")
     del state["norm.weight"]
-    with pytest.raises(WeightsError, match="norm.weight is missing"):
+    with pytest.raises(WeightsError, match=r"norm\.weight is missing"):
         export_tensors(decoder.spec, state, tmp_path / "m")
 
 
@@ -131,7 +132,7 @@ def test_selection_biases_that_the_family_lacks(tmp_path: Path) -> None:
     decoder.enable_select_bias()
     export_decoder(decoder, tmp_path / "zeros")
     decoder.layers[1].moe.router.select_bias.fill_(0.25)  # type: ignore[union-attr, operator]
-    with pytest.raises(WeightsError, match="no place for layers.1.moe.router.select_bias"):
+    with pytest.raises(WeightsError, match=r"no place for layers\.1\.moe\.router\.select_bias"):
         export_decoder(decoder, tmp_path / "refused")
     export_decoder(decoder, tmp_path / "own", family="moesaic")
     again = load_decoder(tmp_path / "own")
@@ -176,7 +177,7 @@ def test_own_architecture(tmp_path: Path) -> None:
     export_decoder(decoder, tmp_path / "m")
     assert json.loads((tmp_path / "m" / "config.json").read_text()) == config
     assert_same(decoder, load_decoder(tmp_path / "m"))
-    with pytest.raises(WeightsError, match="have no place for positions.weight"):
+    with pytest.raises(WeightsError, match=r"have no place for positions\.weight"):
         export_decoder(decoder, tmp_path / "n", family="mixtral")
 
 

@@ -88,7 +88,7 @@ def test_not_a_safetensors_file(saved: dict[str, Path], tmp_path: Path) -> None:
 
 def test_missing_shard(saved: dict[str, Path], tmp_path: Path) -> None:
     folder, tensors = copy_of(saved, "llama", tmp_path / "m")
-    where = {name: "model-00001-of-00002.safetensors" for name in tensors}
+    where = dict.fromkeys(tensors, "model-00001-of-00002.safetensors")
     where["lm_head.weight"] = "model-00002-of-00002.safetensors"
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = folder / "model.safetensors.index.json"

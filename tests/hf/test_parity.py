@@ -88,7 +88,10 @@ def gradients_on_disk(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def same_tensors(one: Path, other: Path) -> bool:
     """Whether two folders hold the same tensors under the same names, bit for bit."""
-    first, second = ({k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()} for folder in (one, other))
+    first, second = {}, {}
+    for folder, tensors in ((one, first), (other, second)):
+        for file in folder.glob("*.safetensors"):
+            tensors.update(load_file(file))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 

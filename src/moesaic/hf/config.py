@@ -32,7 +32,11 @@ def export_config(spec: ModelSpec, dtype: torch.dtype, family: str | None = None
     if family == OWN_FAMILY:
         if read_from == OWN_FAMILY and "spec" not in spec.hf_config:
             return dict(spec.hf_config)
-        return {"model_type": OWN_FAMILY, "name": spec.name, "spec": spec.model_dump(exclude={"hf_config"}, mode="json")}
+        return {
+            "model_type": OWN_FAMILY,
+            "name": spec.name,
+            "spec": spec.model_dump(exclude={"hf_config"}, mode="json"),
+        }
     if read_from is None or family != spec.family:
         raise WeightsError(
             f"{spec.name} was not read from a {family} config, so its config.json cannot be written; export it with "

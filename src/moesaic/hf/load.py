@@ -16,7 +16,14 @@ from moesaic.hf.errors import WeightsError
 from moesaic.hf.layout import Layout, Rule
 from moesaic.hf.mapping import OWN_FAMILY, rules
 from moesaic.hf.naming import NAMINGS
-from moesaic.hf.quantized import MXFP4_SUFFIXES, SCALE_SUFFIX, check_quantization, is_fp8, read_fp8_into, read_mxfp4_into
+from moesaic.hf.quantized import (
+    MXFP4_SUFFIXES,
+    SCALE_SUFFIX,
+    check_quantization,
+    is_fp8,
+    read_fp8_into,
+    read_mxfp4_into,
+)
 from moesaic.hf.safetensors_io import Weights
 from moesaic.spec.errors import nearest
 from moesaic.spec.model import ModelSpec
@@ -204,7 +211,7 @@ def _is_mtp(spec: ModelSpec, match: re.Match[str]) -> bool:
 
 
 def _check_shapes(todo: Iterable[tuple[Rule, Layout]], keys: Mapping[str, str], weights: Weights) -> None:
-    for rule, layout in todo:
+    for _, layout in todo:
         for piece in layout:
             entry = weights.entry(keys[piece.key])
             if entry.shape != piece.shape:

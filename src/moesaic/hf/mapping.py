@@ -247,9 +247,7 @@ class _Walk:
                 )
             ]
             down_layouts = [
-                tuple(
-                    Piece(f"{disk}.experts.{e}.{out}.weight", (hidden, width), (Select(e),)) for e in range(count)
-                )
+                tuple(Piece(f"{disk}.experts.{e}.{out}.weight", (hidden, width), (Select(e),)) for e in range(count))
             ]
         if not kind.startswith("fused") and moe.expert.gated:
             up_layouts.append((Piece(f"{memory}.experts.gate_up_proj", up),))

@@ -91,7 +91,9 @@ def read_table(path: Path) -> dict[str, Entry]:
             raise WeightsError(f"{path}: {name} has dtype {dtype}, which is not supported.")
         entry = Entry(path, DTYPES[dtype], shape, 8 + length + first)
         if entry.bytes != last - first:
-            raise WeightsError(f"{path}: {name} of shape {shape} takes {entry.bytes} bytes and is given {last - first}.")
+            raise WeightsError(
+                f"{path}: {name} of shape {shape} takes {entry.bytes} bytes and is given {last - first}."
+            )
         if 8 + length + last > size and cut is None:
             cut = (name, 8 + length + last)
         entries[name] = entry
@@ -131,7 +133,9 @@ class Weights:
         try:
             where: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, OSError):
-            raise WeightsError(f"{index} is not an index of safetensors files: it has no readable weight_map.") from None
+            raise WeightsError(
+                f"{index} is not an index of safetensors files: it has no readable weight_map."
+            ) from None
         tables = {}
         for file in sorted(set(where.values())):
             if not (self.folder / file).is_file():
@@ -203,7 +207,7 @@ def _chunks(entry: Entry, view: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def _read_bytes(entry: Entry, name: str, start: int, out: Tensor) -> None:
     """Fills a contiguous CPU tensor from the file."""
-    target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
+    target = out.detach().reshape(-1).view(torch.uint8).numpy().data
     with entry.path.open("rb", buffering=0) as file:
         file.seek(start)
         done = 0
@@ -278,4 +282,4 @@ def write_tensor(file: BinaryIO, view: Tensor, dtype: torch.dtype) -> None:
     step = max(1, BUFFER_BYTES // max(1, view.numel() * dtype.itemsize // max(1, view.shape[0] if view.dim() else 1)))
     for part in view.split(step) if view.dim() else (view,):
         data = part.detach().to(device="cpu", dtype=dtype).contiguous()
-        file.write(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+        file.write(data.reshape(-1).view(torch.uint8).numpy().data)
