@@ -1,4 +1,4 @@
-"""Runs each run file of a plan in a process of its own that kills itself with SIGKILL at the point named, then resumes it.
+"""Runs each run file of a plan in a process that kills itself with SIGKILL at the point named, then resumes it.
 
 Processes are forked from this one after the imports, because importing torch takes longer than the tiny runs. Prints
 one JSON object: how each process ended that was to die.

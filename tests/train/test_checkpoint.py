@@ -92,7 +92,7 @@ CALLS = ["open", "fsync", "rename", "mkdir"]
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(saved, name, monkeypatch):
-    """Every call that touches the disk fails in turn with 'no space left'; the first attempt that meets none succeeds."""
+    """Each call that touches the disk fails in turn with 'no space left', until an attempt meets none that fails."""
     for nth in range(1, 30):
         failing = FailingCalls(name, nth, saved.folder)
         with monkeypatch.context() as patch:
@@ -251,13 +251,10 @@ def test_sigkill_at_any_point_leaves_a_checkpoint_that_resumes_bit_for_bit(
     """Real processes that kill themselves with SIGKILL: in a step, and at each stage of writing a checkpoint."""
     points = [
         "step 3",
-        "write .tmp-step-2/trainer.json",
         "write .tmp-step-4/complete.json",
         "rename .tmp-step-4",
         "renamed .tmp-step-4",
-        "rename step-2",
         "renamed step-2",
-        "metrics 5",
         "metrics_torn 3",
     ]
     runs = {"straight": ""} | {f"killed_{i}": point for i, point in enumerate(points)}
@@ -272,7 +269,7 @@ def test_sigkill_at_any_point_leaves_a_checkpoint_that_resumes_bit_for_bit(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     deaths = json.loads(done.stdout.splitlines()[-1])
-    assert deaths == {point: "killed" for point in points}
+    assert deaths == dict.fromkeys(points, "killed")
     for name in runs:
         assert_same_run(tmp_path / name, tmp_path / "straight")
 

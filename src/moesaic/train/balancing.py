@@ -30,10 +30,13 @@ class Load:
 
     @classmethod
     def of(cls, counts: dict[str, Tensor]) -> Load:
-        """From tokens per expert, counts_E int64, of each layer."""
+        """From tokens per expert, counts_E int64, of each layer. Layers that were not run at all (prediction blocks
+        without a loss) are left out."""
         shares, worst, dead = {}, {}, {}
         for layer, counts_E in counts.items():
-            total = max(1, int(counts_E.sum()))
+            total = int(counts_E.sum())
+            if total == 0:
+                continue
             shares[layer] = [round(count / total, 6) for count in counts_E.tolist()]
             worst[layer] = round(int(counts_E.max()) * counts_E.numel() / total, 6)
             dead[layer] = int((counts_E == 0).sum())

@@ -87,7 +87,7 @@ class Checkpoints:
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest valid checkpoint, and one sentence for each newer folder that is not valid."""
-        passed_over = []
+        passed_over: list[str] = []
         for path in reversed(self.all()):
             reason = damage(path)
             if reason is None:
@@ -284,7 +284,8 @@ def read(folder: Path, state: State) -> None:
         raise
     except BaseException as error:
         reasons = [str(e).strip().splitlines()[0] for e in _causes(error) if str(e).strip()]
-        raise CheckpointError(f"{folder} cannot be read: {reasons[-1] if reasons else type(error).__name__}.") from error
+        reason = reasons[-1] if reasons else type(error).__name__
+        raise CheckpointError(f"{folder} cannot be read: {reason}.") from error
 
 
 def first_difference(saved: ModelSpec, wanted: ModelSpec) -> str | None:
@@ -293,28 +294,22 @@ def first_difference(saved: ModelSpec, wanted: ModelSpec) -> str | None:
     Names, notes, the original config, and what only matters for starting or balancing do not count.
     """
     skipped = {"name", "family", "notes", "hf_config", "init_std", "balance_coefficient", "document_end"}
-    return _difference(saved.model_dump(exclude=skipped), wanted.model_dump(exclude=skipped), "")
+    return difference(saved.model_dump(exclude=skipped), wanted.model_dump(exclude=skipped), "the checkpoint")
 
 
-def _difference(a: Any, b: Any, path: str) -> str | None:
+def difference(a: Any, b: Any, place_of_a: str, path: str = "") -> str | None:
+    """The first difference between two nests of dicts and lists, as `path is A in <place_of_a> and B here`, or None."""
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in a:
-            found = _difference(a[key], b.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
-        return None
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        pairs = [(key, a[key], b.get(key)) for key in a]
+    elif isinstance(a, tuple | list) and isinstance(b, tuple | list):
         if len(a) != len(b):
-            return f"{path} has {len(a)} entries in the checkpoint and {len(b)} here"
-        for i, (left, right) in enumerate(zip(a, b, strict=True)):
-            found = _difference(left, right, f"{path}.{i}")
-            if found:
-                return found
-        return None
-    if a == b:
-        return None
-    shown = [("absent" if v is None else "present" if isinstance(v, dict) else repr(v)) for v in (a, b)]
-    return f"{path} is {shown[0]} in the checkpoint and {shown[1]} here"
+            return f"{path} has {len(a)} entries in {place_of_a} and {len(b)} here"
+        pairs = [(str(i), *pair) for i, pair in enumerate(zip(a, b, strict=True))]
+    else:
+        shown = [("absent" if v is None else "present" if isinstance(v, dict) else repr(v)) for v in (a, b)]
+        return None if a == b else f"{path} is {shown[0]} in {place_of_a} and {shown[1]} here"
+    found = (difference(x, y, place_of_a, f"{path}.{key}" if path else key) for key, x, y in pairs)
+    return next((each for each in found if each), None)
 
 
 # ---------------------------------------------------------------- models alone

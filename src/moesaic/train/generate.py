@@ -90,7 +90,14 @@ def continue_text(
     yield prompt
     shown, new = "", []
     for chosen in generate(
-        decoder, ids, tokens, temperature=temperature, top_k=top_k, seed=seed, window=_window(folder), stop=coder.document_end
+        decoder,
+        ids,
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        window=_window(folder),
+        stop=coder.document_end,
     ):
         new.append(chosen)
         text = coder.decode(new)

@@ -71,9 +71,7 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     notes += data.notices
     device().manual_seed(keys.seed)
     decoder = initial_decoder(run, spec, dtype, notes)
-    optimizer = Optimizer(
-        decoder, beta1=keys.beta1, beta2=keys.beta2, eps=keys.eps, weight_decay=keys.weight_decay
-    )
+    optimizer = Optimizer(decoder, beta1=keys.beta1, beta2=keys.beta2, eps=keys.eps, weight_decay=keys.weight_decay)
     weights = LossWeights(
         z=run.balance.z_loss,
         batch_aux=run.balance.batch_aux,
@@ -248,12 +246,14 @@ def _changes(path: Path, run: RunSpec) -> list[str]:
     except (OSError, tomllib.TOMLDecodeError):
         return [f"{path} has no readable run.toml, so changed keys cannot be named."]
     now = tomllib.loads(run.to_toml())
-    return [
-        f"{table}.{key} was {before.get(table, {}).get(key)!r} when {path.name} was written and is {now[table].get(key)!r} now."
-        for table in ("model", "data", "layout", "train", "balance")
-        for key in sorted({*now.get(table, {}), *before.get(table, {})})
-        if before.get(table, {}).get(key) != now.get(table, {}).get(key)
-    ]
+    found = []
+    for table in ("model", "data", "layout", "train", "balance"):
+        old, new = before.get(table, {}), now.get(table, {})
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                was, is_ = (repr(side[key]) if key in side else "absent" for side in (old, new))
+                found.append(f"{table}.{key} was {was} when {path.name} was written and is {is_} now.")
+    return found
 
 
 def _kept(checkpoints: Checkpoints) -> str:
@@ -265,8 +265,8 @@ def _headline(run: RunSpec, spec: ModelSpec, decoder: Decoder, threads: int, mat
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     keys = run.train
     return (
-        f"{run.run.name}: {spec.name}, {parameters / 1e6:.1f} M parameters, {keys.steps} steps of {keys.global_batch} × "
-        f"{keys.seq_len} tokens, {keys.dtype}, on {device().name} with {threads} threads "
+        f"{run.run.name}: {spec.name}, {parameters / 1e6:.1f} M parameters, {keys.steps} steps of "
+        f"{keys.global_batch} × {keys.seq_len} tokens, {keys.dtype}, on {device().name} with {threads} threads "
         f"({matmul_flops / 1e9:.0f} GFLOP/s in a plain matmul); results in {run.run.dir}"
     )
 

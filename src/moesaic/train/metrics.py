@@ -197,10 +197,9 @@ class Display:
             line = f"step {row['step']}/{self._steps}  {numbers}  left {_duration(left)}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if "validation_loss" in row:
-            self.say(
-                f"step {row['step']}: held-out loss {row['validation_loss']:.4f} nats"
-                + (f", {row['validation_bits_per_byte']:.3f} bits per byte" if "validation_bits_per_byte" in row else "")
-            )
+            bits = row.get("validation_bits_per_byte")
+            per_byte = "" if bits is None else f", {bits:.3f} bits per byte"
+            self.say(f"step {row['step']}: held-out loss {row['validation_loss']:.4f} nats{per_byte}")
 
 
 def _duration(seconds: float) -> str:

@@ -43,9 +43,8 @@ def explain(model: nn.Module, losses: list[Callable[[], Tensor]]) -> str:
         if not math.isfinite(float(value.detach())):
             return _join(culprit, f"every module's output was finite, but not the loss{where}")
         if watch.first_gradient is not None:
-            return _join(
-                culprit, f"the forward pass was finite; the first non-finite gradient came back to `{watch.first_gradient}`{where}"
-            )
+            gradient = f"the first non-finite gradient came back to `{watch.first_gradient}`"
+            return _join(culprit, f"the forward pass was finite; {gradient}{where}")
     return culprit or "running the step again gave finite numbers, so the cause is not in the weights or the data"
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.model.experts import Experts
+
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: matrices yes (stacks of them too); biases, norms and other vectors no."""
@@ -33,6 +35,10 @@ class Optimizer:
         self.masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
             self.masters[name] = parameter if parameter.dtype == torch.float32 else self._make_master(parameter)
+        # Without hooks in the way, experts can add to a gradient in place instead of making one to be added.
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.accumulate_in_place = all(p.dtype == torch.float32 for p in module.parameters())
         self._rounded = [name for name, parameter in self.parameters.items() if parameter is not self.masters[name]]
         groups: list[dict[str, Any]] = [
             {"params": [m for n, m in self.masters.items() if decays(n, m)], "weight_decay": weight_decay},

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+
+from moesaic.spec.tables import TrainTable
 
 
-class ScheduleKeys(Protocol):
-    """The keys of `[train]` that the learning rate depends on."""
-
-    steps: int
-    lr: float
-    min_lr_ratio: float
-    schedule: str
-    warmup_steps: int
-    decay_fraction: float
-
-
-def learning_rate(step: int, keys: ScheduleKeys) -> float:
+def learning_rate(step: int, keys: TrainTable) -> float:
     """The learning rate of step `step`, counted from 1 to `keys.steps`.
 
     Warm-up: lr · step / warmup_steps. Then, with p running from 0 to 1 over the rest,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moesaic.model.decoder import Decoder
-from moesaic.model.losses import LossWeights
+from moesaic.model.losses import LossParts, LossWeights
 from moesaic.train import nonfinite
 from moesaic.train.balancing import take_counts, update_select_bias
 from moesaic.train.data import Batch
@@ -76,13 +77,14 @@ def train_step(
         counts = take_counts(decoder.routers())
         if bias_update:
             for layer, router in decoder.routers():
+                assert router.select_bias is not None
                 update_select_bias(router.select_bias, counts[str(layer)], bias_update)
 
     positions = sum(batch.ids_BS.numel() for batch in batches)
     return StepResult(cross_entropy / max(1, step_tokens), total, parts, norm, step_tokens, positions, counts)
 
 
-def batch_loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens: int):  # type: ignore[no-untyped-def]
+def batch_loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens: int) -> LossParts:
     """The LossParts of one micro-batch, as its share of a step with `step_tokens` trained tokens."""
     return decoder.loss(
         batch.ids_BS,
@@ -123,7 +125,12 @@ def _non_finite(
     """Runs the step's micro-batches again under watch. Nothing of the failed step has touched the weights yet."""
     optimizer.zero_grad()
     take_counts(decoder.routers())
-    losses = [lambda batch=batch: batch_loss(decoder, batch, weights, step_tokens).total for batch in batches]
-    found = nonfinite.explain(decoder, losses)
-    what = f"the loss is {total}" if not math.isfinite(total) else f"the loss is {total:.4f} but the gradient norm is {norm}"
+
+    def loss_of(batch: Batch) -> Tensor:
+        return batch_loss(decoder, batch, weights, step_tokens).total
+
+    found = nonfinite.explain(decoder, [partial(loss_of, batch) for batch in batches])
+    what = f"the loss is {total}"
+    if math.isfinite(total):
+        what = f"the loss is {total:.4f} but the gradient norm is {norm}"
     return nonfinite.NonFiniteError(f"Step {step}: {what}: {found}.")

@@ -14,6 +14,7 @@ from torch import Tensor
 from moesaic.model.decoder import Decoder
 from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import MlpSpec, ModelSpec, MoeSpec
+from moesaic.train.checkpoint import difference, load_model_checkpoint
 
 
 class UpcycleError(MoesaicError):
@@ -27,8 +28,6 @@ def load_dense(folder: str | Path) -> Decoder:
         from moesaic.hf import load_decoder
 
         return load_decoder(folder, torch.float32)
-    from moesaic.train.checkpoint import load_model_checkpoint
-
     return load_model_checkpoint(folder, torch.float32)
 
 
@@ -43,7 +42,7 @@ def upcycle(dense: Decoder, target: Decoder, noise: float = 0.0, seed: int = 0) 
     _check(dense.spec, target.spec)
     generator = torch.Generator().manual_seed(seed)
     source = dict(dense.state_dict())
-    notes: list[str] = []
+    notes = _differences(dense.spec, target.spec)
     for name, tensor in target.state_dict().items():
         if name in source:
             _copy(name, source[name], tensor)
@@ -69,10 +68,10 @@ def _fill_experts(
     shrink = moe.router.scale if moe.router.norm else 1.0
     for name, tensor in experts.items():
         if name.startswith("experts."):
-            part, _, kind = name.removeprefix("experts.").partition("_bias")
+            part = name.removeprefix("experts.").removesuffix("_bias")
             key = part + (".bias" if name.endswith("_bias") else ".weight")
             if key not in mlp:
-                raise UpcycleError(f"layers.{i}.moe.{name} has no counterpart in the dense model: {key} is missing there.")
+                raise UpcycleError(f"layers.{i}.moe.{name} has no counterpart in the dense model, which has no {key}.")
             copy = mlp[key].float() / (shrink if part == "down" else 1.0)
             for expert in tensor:
                 _copy(f"layers.{i}.moe.{name}", copy, expert)
@@ -86,7 +85,7 @@ def _fill_experts(
 def _notes(moe: MoeSpec) -> list[str]:
     notes = []
     if moe.router.apply == "input":
-        notes.append("Router weights multiply the experts' input here, so the first loss differs from the dense model's.")
+        notes.append("Router weights multiply the experts' input, so the first loss differs from the dense model's.")
     elif not moe.router.norm and moe.router.when == "pre":
         notes.append(
             "The chosen experts' weights do not sum to one (the router does not normalise), so the first loss is "
@@ -101,19 +100,35 @@ def _notes(moe: MoeSpec) -> list[str]:
 
 def _check(dense: ModelSpec, target: ModelSpec) -> None:
     if dense.moe_layers:
-        raise UpcycleError(f"{dense.name} already has experts in layers {list(dense.moe_layers)}; upcycle a dense model.")
+        raise UpcycleError(
+            f"{dense.name} already has experts, in {len(dense.moe_layers)} of {len(dense.layers)} layers; "
+            "give a dense model."
+        )
     if len(dense.layers) != len(target.layers):
         raise UpcycleError(
-            f"{dense.name} has {len(dense.layers)} layers and {target.name} has {len(target.layers)}; they must be equal."
+            f"{dense.name} has {len(dense.layers)} layers and {target.name} has {len(target.layers)}; "
+            "they must have equally many."
         )
     if not target.moe_layers:
-        raise UpcycleError(f"{target.name} has no experts to fill; give a model with experts, or use its weights as they are.")
+        raise UpcycleError(f"{target.name} has no experts to fill; describe a model with experts in [model].")
     for i in target.moe_layers:
         mlp, moe = dense.layers[i].mlp, target.layers[i].moe
         assert mlp is not None and moe is not None
-        difference = _mlp_difference(mlp, moe.expert)
-        if difference:
-            raise UpcycleError(f"layer {i}: {difference}; an expert that is a copy of the dense MLP must have its shape.")
+        found = _mlp_difference(mlp, moe.expert)
+        if found:
+            raise UpcycleError(f"layer {i}: {found}; an expert that is a copy of the dense MLP must have its shape.")
+
+
+def _differences(dense: ModelSpec, target: ModelSpec) -> list[str]:
+    """A sentence if something else than the MLPs differs, such as the base of the rotary embedding."""
+    other = {"name", "family", "notes", "hf_config", "init_std", "balance_coefficient", "document_end", "mtp", "layers"}
+
+    def outline(spec: ModelSpec) -> dict[str, object]:
+        layers = [{"attention": layer.attention.model_dump()} for layer in spec.layers]
+        return spec.model_dump(exclude=other) | {"layers": layers}
+
+    found = difference(outline(dense), outline(target), "the dense model")
+    return [f"{found}, so the first loss differs from the dense model's."] if found else []
 
 
 def _mlp_difference(mlp: MlpSpec, expert: MlpSpec) -> str | None:
