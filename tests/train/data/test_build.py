@@ -205,6 +205,32 @@ def test_ids_are_checked_in_batches_too() -> None:
         dataset.batches(0)
 
 
+def test_content_tells_whether_the_tokens_are_the_same(
+    corpus: Path, tmp_path: Path, make_run: MakeRun, texts: list[str]
+) -> None:
+    def content(path: Path, cache: str = "cache", **data: object) -> str:
+        return build_data(make_run(path, **data), 257, tmp_path / cache).content
+
+    first = content(corpus)
+    (tmp_path / "copy.jsonl").write_text(corpus.read_text())
+    same = [content(corpus), content(tmp_path / "copy.jsonl"), content(corpus, "other"), content(corpus, seed=5)]
+    assert same == [first] * 4
+    # The same tokens, cut into documents elsewhere.
+    joined = "".join(texts * 4)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": joined}) + "\n")
+    contents = {
+        first,
+        content(corpus, add_document_end=False),
+        content(tmp_path / "other.jsonl", add_document_end=False),
+        content(corpus, validation_path=str(tmp_path / "other.jsonl")),
+    }
+    write_megatron(tmp_path / "pair", [[1, 2, 3], [4] * 20], dtype=np.uint16)
+    contents.add(content(tmp_path / "pair"))
+    write_megatron(tmp_path / "pair", [[1, 2, 3], [4] * 19 + [5]], dtype=np.uint16)
+    contents.add(content(tmp_path / "pair"))
+    assert len(contents) == 6 and "" not in contents
+
+
 def test_notices_say_what_was_found(corpus: Path, tmp_path: Path, make_run: MakeRun) -> None:
     data = build_data(make_run(corpus, validation_fraction=0.2, steps=1000), 257, tmp_path / "cache")
     text = "\n".join(data.notices)

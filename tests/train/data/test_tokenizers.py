@@ -121,6 +121,32 @@ def test_save_and_load_again(byte_level_file: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == tokenizer.document_end
 
 
+def test_split_before_the_byte_level_keeps_the_table(texts: list[str], tmp_path: Path) -> None:
+    # The arrangement of Llama-3 and Qwen: an own pattern, digits apart, then bytes without GPT-2's pattern.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE(ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}{1,3}|\s+"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.add_tokens(["<tool>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(tmp_path)
+    assert tokenizer.bytes_table is not None and tokenizer.document_end is None
+    for text in [*texts, "a <tool>1234"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.bytes_of(ids) == len(text.encode())
+
+
 def test_prefix_space_and_normalizers_rule_out_the_table(byte_level_file: Path, tmp_path: Path) -> None:
     for change in ({"pre_tokenizer": {"add_prefix_space": True}}, {"normalizer": {"type": "NFC"}}):
         config = json.loads(byte_level_file.read_text())

@@ -30,12 +30,14 @@ class Data:
 
     validation is None when nothing is held out, tokenizer when tokens come from a file and no tokenizer goes with
     them. notices: what was found, left out or derived, one line each, to be shown once and kept in the run's record.
+    content: a hash of all tokens, training and validation, so that a resumed run can tell whether they are the same.
     """
 
     train: TokenDataset
     validation: TokenDataset | None
     tokenizer: BytesTokenizer | JsonTokenizer | None
     notices: list[str] = field(default_factory=list)
+    content: str = ""
 
 
 def build_data(run: RunSpec, vocab: int, cache_dir: str | Path, console: Console | None = None) -> Data:
@@ -96,7 +98,10 @@ def build_data(run: RunSpec, vocab: int, cache_dir: str | Path, console: Console
         )
 
     validation = dataset(held_out, "validation") if held_out is not None else None
-    return Data(dataset(train, "training"), validation, tokenizer, notices)
+    content = train.store.content
+    if held_out is not None and held_out.store is not train.store:
+        content += "-" + held_out.store.content
+    return Data(dataset(train, "training"), validation, tokenizer, notices, content)
 
 
 def tokenizer_of(

@@ -8,6 +8,7 @@ boundaries i64 [boundaries] as sequence numbers, the first 0 and the last the nu
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Iterable
@@ -33,6 +34,9 @@ TYPES: dict[int, type[np.generic]] = {
 }
 SCAN_LIMIT = 4 << 30
 """Bytes of tokens up to which the largest id is looked up at start; beyond, every batch is checked as it is read."""
+
+HASHED = 1 << 20
+"""Tokens at either end of the .bin that, with the whole index, tell one data set from another."""
 
 
 def read_megatron(prefix: str | Path) -> TokenStore:
@@ -100,7 +104,10 @@ def read_megatron(prefix: str | Path) -> TokenStore:
     if np.issubdtype(dtype, np.signedinteger) and data_bytes <= SCAN_LIMIT and int(ids.min()) < 0:
         raise DataError(f"{data_path} holds the token id {int(ids.min())}; ids are 0 or more. Preprocess again.")
     filled = document_length > 0
-    return TokenStore(ids, start[first][filled], document_length[filled], max_id=max_id)
+    content = hashlib.blake2b(raw, digest_size=12)
+    for part in (ids[:HASHED], ids[-HASHED:]):
+        content.update(part.tobytes())
+    return TokenStore(ids, start[first][filled], document_length[filled], max_id=max_id, content=content.hexdigest())
 
 
 def write_megatron(

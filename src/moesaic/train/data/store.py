@@ -24,7 +24,7 @@ from moesaic.train.data.errors import DataError
 from moesaic.train.data.sources import Piece, Source
 from moesaic.train.data.tokenizers import Tokenizer
 
-VERSION = 1
+VERSION = 2
 BATCH_CHARACTERS = 4 << 20
 """Characters that are tokenised together; enough to keep all threads of `tokenizers` busy."""
 
@@ -36,6 +36,7 @@ class TokenStore:
     ids: one long array, memory-mapped; begin and length, int64 [documents]: document d is ids[begin : begin + length].
     token_bytes: UTF-8 bytes that each token covers, like ids; None where `bytes_table` by id tells, or nothing does.
     max_id: the largest id, None if not looked up. notices: what was left out when the documents were read.
+    content: a hash of the tokens and of where documents begin.
     """
 
     ids: NDArray[Any]
@@ -45,6 +46,7 @@ class TokenStore:
     bytes_table: NDArray[np.uint16] | None = None
     max_id: int | None = None
     notices: list[str] = field(default_factory=list)
+    content: str = ""
 
     @property
     def documents(self) -> int:
@@ -122,6 +124,7 @@ def build(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     by_token = tokenizer.bytes_table is None
     lengths = array("q")
+    content = hashlib.blake2b(digest_size=12)
     state = {"max_id": 0, "open": 0, "empty": 0, "text_bytes": 0}
     try:
         with (
@@ -130,12 +133,17 @@ def build(
             progress_bar(source.size(), console) as advance,
         ):
 
+            def write_ids(ids: NDArray[Any]) -> None:
+                raw = ids.tobytes()
+                ids_file.write(raw)
+                content.update(raw)
+
             def close_document() -> None:
                 if state["open"] == 0:
                     state["empty"] += 1
                     return
                 if document_end is not None:
-                    ids_file.write(np.array([document_end], dtype=dtype).tobytes())
+                    write_ids(np.array([document_end], dtype=dtype))
                     if by_token:
                         bytes_file.write(np.zeros(1, dtype=np.uint16).tobytes())
                     state["open"] += 1
@@ -150,7 +158,7 @@ def build(
                     if ids.size:
                         state["max_id"] = max(state["max_id"], int(ids.max()))
                         check_vocab(state["max_id"], vocab, tokenizer.name)
-                        ids_file.write(ids.astype(dtype).tobytes())
+                        write_ids(ids.astype(dtype))
                         if covered is not None:
                             bytes_file.write(covered.tobytes())
                         state["open"] += ids.size
@@ -176,6 +184,7 @@ def build(
         if state["empty"]:
             notices.append(f"{state['empty']:,} empty documents left out")
         np.save(part / "lengths.npy", np.frombuffer(lengths, dtype=np.int64))
+        content.update(lengths.tobytes())
         meta = {
             "version": VERSION,
             "dtype": dtype.name,
@@ -184,6 +193,7 @@ def build(
             "max_id": state["max_id"],
             "bytes_by_token": by_token,
             "notices": notices,
+            "content": content.hexdigest(),
         }
         (part / "meta.json").write_text(json.dumps(meta, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
@@ -207,9 +217,15 @@ def load(folder: Path, tokenizer: Tokenizer) -> TokenStore:
         raise DataError(f"the token cache {folder} is cut short; delete the folder and start again.")
     begin = np.concatenate([[0], np.cumsum(length)[:-1]])
     return TokenStore(
-        ids, begin, length, covered, tokenizer.bytes_table,
-        max_id=meta["max_id"], notices=list(meta["notices"]),
-    )  # fmt: skip
+        ids,
+        begin,
+        length,
+        covered,
+        tokenizer.bytes_table,
+        max_id=meta["max_id"],
+        notices=list(meta["notices"]),
+        content=meta["content"],
+    )
 
 
 def check_vocab(max_id: int, vocab: int, tokenizer: str) -> None:
