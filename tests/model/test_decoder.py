@@ -160,7 +160,7 @@ def test_a_prediction_block_predicts_one_token_further() -> None:
     for b in range(2):
         for i in range(8):
             if documents[b, i] == documents[b, i + 1]:
-                total -= float(logits[b, i].log_softmax(-1)[labels[b, i + 1]])
+                total -= float(logits[b, i].detach().log_softmax(-1)[labels[b, i + 1]])
     assert float(mtp) == pytest.approx(total / 18, rel=1e-4)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moesaic.model.rope import inverse_frequencies, rope_table, rotate
+from moesaic.model.sequences import Sequences
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import RopeSpec
 
@@ -109,3 +110,51 @@ def test_equal_mscales_cancel_in_the_table() -> None:
 def test_a_missing_number_is_named() -> None:
     with pytest.raises(SpecError, match=r"'factor'.*\['beta_fast'\]"):
         inverse_frequencies(RopeSpec(dim=8, kind="yarn", params={"beta_fast": 32}))
+
+
+LONGROPE = RopeSpec(
+    dim=8,
+    kind="longrope",
+    params={
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "short_mscale": 1.25,
+        "long_mscale": 1.5,
+        "original_max_position_embeddings": 6,
+    },
+)
+
+
+def test_longrope_chooses_its_set_by_the_length_of_each_document() -> None:
+    documents = torch.tensor([[0] * 8, [1] * 3 + [2] * 5])
+    positions = torch.tensor([[*range(8)], [*range(3), *range(5)]])
+    cos, _ = Sequences(2, 8, positions, documents).rope(LONGROPE, "")
+    plain, _ = inverse_frequencies(RopeSpec(dim=8))
+    long = (positions[0, :, None] * plain / torch.tensor([2.0, 3.0, 4.0, 5.0])).cos() * 1.5
+    short = (positions[1, :, None] * plain / torch.tensor([1.0, 1.1, 1.2, 1.3])).cos() * 1.25
+    torch.testing.assert_close(cos[0, :, 0, :4], long)
+    torch.testing.assert_close(cos[1, :, 0, :4], short)
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+def test_longrope_equals_transformers(rows: int) -> None:
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    numbers = {key: value for key, value in LONGROPE.params.items() if "mscale" not in key}
+    config = Phi3Config(
+        hidden_size=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=24,
+        original_max_position_embeddings=6,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **numbers},
+        pad_token_id=None,
+    )
+    positions = torch.arange(rows)[None]
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), positions)
+    magnitude = math.sqrt(1 + math.log(4) / math.log(6))
+    spec = RopeSpec(dim=8, kind="longrope", params={**numbers, "attention_factor": magnitude})
+    ours_cos, ours_sin = rope_table(spec, positions)
+    torch.testing.assert_close(ours_cos[:, :, 0], cos)
+    torch.testing.assert_close(ours_sin[:, :, 0, 4:], sin[..., 4:])

@@ -28,14 +28,20 @@ def _number(spec: RopeSpec, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def inverse_frequencies(spec: RopeSpec, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+def inverse_frequencies(
+    spec: RopeSpec, device: torch.device | str = "cpu", *, long: bool = False
+) -> tuple[Tensor, float]:
     """Radians per position of each rotated pair, [R/2] in fp32, and the factor on cosine and sine.
 
-    The factor is 1 except for YaRN (arXiv 2309.00071, section 3.4). Raises `SpecError` when a scaling lacks a number.
+    The factor is 1 except for YaRN (arXiv 2309.00071, section 3.4) and LongRoPE (arXiv 2402.13753), which has a second
+    set of frequencies for sequences that are `long`, beyond the original context. Raises `SpecError` when a scaling
+    lacks a number.
     """
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=device) / spec.dim
     if spec.kind == "yarn":
         return _yarn(spec, exponent)
+    if spec.kind == "longrope":
+        return _longrope(spec, exponent, long)
     theta = spec.theta
     if spec.kind == "ntk_alpha":
         theta = theta * _number(spec, "alpha") ** (spec.dim / (spec.dim - 2))
@@ -91,6 +97,19 @@ def _yarn(spec: RopeSpec, exponent: Tensor) -> tuple[Tensor, float]:
     return 1.0 / (factor * period) * (1 - kept) + 1.0 / period * kept, float(magnitude)
 
 
+def _longrope(spec: RopeSpec, exponent: Tensor, long: bool) -> tuple[Tensor, float]:
+    """Each pair has its own stretch. Phi-3.5-MoE names the magnitude of either set, others give one for both."""
+    which = "long" if long else "short"
+    stretch = spec.params.get(f"{which}_factor")
+    if stretch is None:
+        raise SpecError(f"rope scaling 'longrope' needs the list '{which}_factor'; add it to rope_parameters")
+    magnitude = spec.params.get(f"{which}_mscale")
+    if magnitude is None:
+        magnitude = _number(spec, "attention_factor")
+    factors = torch.tensor(stretch, dtype=torch.float32, device=exponent.device)
+    return 1.0 / (factors * spec.theta**exponent), float(magnitude)
+
+
 class _Rotate(torch.autograd.Function):
     """Rotates pairs of R dimensions of x_BSHd; its backward rotates back."""
 
@@ -132,14 +151,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offse
     return _Rotate.apply(x, cos, sin, interleaved, offset)  # type: ignore[no-any-return]
 
 
-def rope_table(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table(spec: RopeSpec, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines for positions [1 or B, S], each [1 or B, S, 1, R] in fp32.
 
     Each pair's cosine stands at both of its dimensions; its sine is negative at the first and positive at the second.
+    `lengths`, of the same shape as the positions, tells the length of each token's document; LongRoPE needs it.
     """
     frequencies, magnitude = inverse_frequencies(spec, positions.device)
+    scale: Tensor | float = magnitude
+    if spec.kind == "longrope":
+        if lengths is None:
+            lengths = positions.amax(1, keepdim=True) + 1
+        is_long = (lengths > _number(spec, "original_max_position_embeddings"))[:, :, None, None]
+        long_frequencies, long_magnitude = inverse_frequencies(spec, positions.device, long=True)
+        frequencies = torch.where(is_long, long_frequencies, frequencies)
+        scale = torch.where(is_long, long_magnitude, magnitude)
     angles = positions[:, :, None, None].float() * frequencies
-    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     if spec.interleaved:
         return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

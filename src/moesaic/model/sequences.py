@@ -34,6 +34,8 @@ class Sequences:
         self.length = length
         self.positions = torch.arange(length, device=device)[None] if positions is None else positions
         self.documents = documents
+        if documents is not None:
+            self.positions = self.positions.expand(batch, length)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._segments: dict[int | None, tuple[int, ...]] = {}
 
@@ -46,8 +48,17 @@ class Sequences:
     def rope(self, spec: RopeSpec, key: str) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [1 or B, S, 1, R] of a rotary embedding; `key` identifies `spec`."""
         if key not in self._tables:
-            self._tables[key] = rope_table(spec, self.positions)
+            lengths = self._document_lengths() if spec.kind == "longrope" else None
+            self._tables[key] = rope_table(spec, self.positions, lengths)
         return self._tables[key]
+
+    def _document_lengths(self) -> Tensor:
+        """Last position + 1 of each token's document, [1 or B, 1 or S]."""
+        if self.documents is None:
+            return self.positions.amax(1, keepdim=True) + 1
+        runs = self.positions.flatten().split(self.segments())
+        lengths = [run.max().expand(len(run)) + 1 for run in runs]
+        return torch.cat(lengths).view(self.batch, self.length)
 
     def segments(self, chunk: int | None = None) -> tuple[int, ...]:
         """Lengths of the runs of tokens that see nothing outside themselves, in order; they sum to T.
