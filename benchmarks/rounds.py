@@ -1,0 +1,345 @@
+"""Runs peers in turn, round after round, so that a slow minute of the machine hits all of them.
+
+A *cell* is one workload in one dtype under one malloc setting. In a cell each peer has a process of its own, in its own
+environment; a round gives each of them a turn of a few iterations; its result is the best iteration of all rounds. A
+peer whose turn passes the limit is stopped and its time is known only as "more than N seconds".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.registry import Peer, interpreter
+from benchmarks.peers.workload import LayerShape, StepShape, as_json
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What glibc's malloc is told under each setting; the names are the variables of `man mallopt`.
+MALLOC: dict[str, dict[str, str]] = {
+    "stock": {},
+    "tuned": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    },
+}
+
+
+@dataclass
+class Row:
+    """What is known of one peer in one cell."""
+
+    peer: str
+    title: str
+    times: list[list[float]] = field(default_factory=list)
+    """Seconds of each iteration, one list per round."""
+    others: list[float] = field(default_factory=list)
+    """Cores that other processes used, by iteration."""
+    losses: list[float] = field(default_factory=list)
+    over_limit: float | None = None
+    """Seconds after which an unfinished iteration was stopped."""
+    idle_mb: float = math.nan
+    peak_mb: float = math.nan
+    detail: str = ""
+    note: str = ""
+    error: str = ""
+    output_error: float | None = None
+    parameters: int = 0
+    torch: str = ""
+
+    @property
+    def best(self) -> float:
+        """Seconds of the best iteration; NaN if none finished."""
+        return min((t for turn in self.times for t in turn), default=math.nan)
+
+    @property
+    def extra_mb(self) -> float:
+        """Peak of the resident set above what the process held before its first iteration."""
+        return self.peak_mb - self.idle_mb
+
+
+@dataclass
+class Cell:
+    """One workload, dtype and malloc setting, with all its rows."""
+
+    work: str
+    shape: LayerShape | StepShape
+    dtype: str
+    malloc: str
+    rows: list[Row] = field(default_factory=list)
+    matmul: dict[str, list[float]] = field(default_factory=dict)
+    """FLOP/s of the plain product in each dtype, one number a round."""
+
+    @property
+    def reference(self) -> tuple[str, float]:
+        """The dtype whose plain product is fastest in this cell's precision (bf16 may be computed through fp32), and
+        its best rate in FLOP/s."""
+        best = {dtype: max(rates) for dtype, rates in self.matmul.items() if rates}
+        return max(best.items(), key=lambda item: item[1]) if best else ("", math.nan)
+
+    def row(self, peer: str) -> Row | None:
+        return next((row for row in self.rows if row.peer == peer), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "work": self.work,
+            "shape": as_json(self.shape),
+            "flops": self.shape.flops(),
+            "dtype": self.dtype,
+            "malloc": self.malloc,
+            "matmul": self.matmul,
+            "rows": [{**asdict(row), "best": row.best} for row in self.rows],
+        }
+
+
+class Worker:
+    """A process in a peer's environment that has imported the peer; each task runs in a child that it forks."""
+
+    def __init__(self, python: Path, adapter: str, malloc: str, threads: int, log: Path) -> None:
+        known = {name for setting in MALLOC.values() for name in setting}
+        environment = {name: value for name, value in os.environ.items() if name not in known}
+        environment |= MALLOC[malloc]
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        environment["OMP_NUM_THREADS"] = str(threads)
+        self.log = log
+        read, write = os.pipe()
+        with log.open("ab") as sink:
+            self.process = subprocess.Popen(
+                [str(python), "-W", "ignore", "-m", "benchmarks.peers.worker", adapter, str(write)],
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=(write,),
+                cwd=ROOT,
+                env=environment,
+                text=True,
+            )
+        os.close(write)
+        self._read, self._buffer = read, b""
+        self._imported = False
+        self._child: int | None = None
+
+    def begin(self, task: dict[str, Any]) -> None:
+        """Gives a new child `task`; `receive` tells when it is ready."""
+        if not self._imported:
+            answer = self.receive(300.0) or {"error": "its imports took longer than 300 s"}
+            if "error" in answer:
+                raise WorkerError(answer["error"])
+            self._imported = True
+        self.send(task)
+        answer = self.receive(60.0) or {"error": "it did not start"}
+        if "pid" not in answer:
+            raise WorkerError(answer["error"])
+        self._child = answer["pid"]
+
+    def send(self, command: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its end is noticed by `receive`
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """The next answer, or None if there is none within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            data = os.read(self._read, 65536)
+            if not data:
+                return {"error": f"its process ended with code {self.process.wait()}; see {self.log}"}
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        answer = json.loads(line)
+        if "ended" in answer:
+            return {
+                "error": f"its process was ended from outside, as by the system when memory runs out; see {self.log}"
+            }
+        return answer
+
+    def end(self) -> None:
+        """Ends the child, whatever it is doing."""
+        if self._child is None:
+            return
+        try:
+            os.kill(self._child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._child = None
+        while (answer := self.receive(60.0)) and "ended from outside" not in answer.get("error", ""):
+            pass
+
+    def stop(self) -> None:
+        self.end()
+        self.process.kill()
+        self.process.wait()
+        os.close(self._read)
+
+
+class WorkerError(Exception):
+    """A peer that could not be started, with the reason."""
+
+
+@dataclass
+class Plan:
+    """How long and how often."""
+
+    rounds: int = 3
+    iters: int = 5
+    turn_seconds: float = 3.0
+    limit_seconds: float = 120.0
+    limit_times: float = 0.0
+    """If > 0, a turn may also not take longer than this many times moesaic's best iteration (and 5 s)."""
+    threads: int = 2
+    alive: bool = True
+    """Whether processes live through all rounds; if not, each turn has a fresh one (for workloads of many GB)."""
+    envs: Path = Path()
+    logs: Path = Path()
+
+
+class Workers:
+    """One `Worker` per peer and malloc setting, kept for all cells."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._workers: dict[tuple[str, str], Worker] = {}
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+
+    def get(self, name: str, python: Path, adapter: str, malloc: str) -> Worker:
+        if not python.exists():
+            raise WorkerError(f"no environment at {python}: benchmarks/peers/make_envs.py --envs {self.plan.envs}")
+        key = (name, malloc)
+        if key not in self._workers:
+            log = self.plan.logs / f"{name}.log"
+            self._workers[key] = Worker(python, adapter, malloc, self.plan.threads, log)
+        return self._workers[key]
+
+
+def run_cell(cell: Cell, peers: Sequence[Peer], workers: Workers, say: Callable[[str], None]) -> None:
+    """Fills `cell` with rows of `peers`, and with plain products where the workload is a layer."""
+    cell.rows = [Row(peer.name, peer.title, note=peer.note) for peer in peers]
+    pairs = list(zip(peers, cell.rows, strict=True))
+    runner = _Runner(cell, workers, say)
+    try:
+        for peer, row in pairs:
+            runner.start(peer, row)
+        for _ in range(workers.plan.rounds):
+            runner.products()
+            for peer, row in pairs:
+                if not row.error and row.over_limit is None:
+                    runner.turn(peer, row)
+            if all(row.error or row.over_limit is not None for row in cell.rows):
+                break
+    finally:
+        runner.stop()
+
+
+class _Runner:
+    def __init__(self, cell: Cell, workers: Workers, say: Callable[[str], None]) -> None:
+        self.cell, self.workers, self.plan, self.say = cell, workers, workers.plan, say
+        self.busy: dict[str, Worker] = {}
+        """Workers with a child of this cell, by peer; the plain product's is under ""."""
+
+    def _task(self, **more: Any) -> dict[str, Any]:
+        return {"shape": as_json(self.cell.shape), "dtype": self.cell.dtype, "threads": self.plan.threads, **more}
+
+    def _fail(self, row: Row, reason: str) -> None:
+        row.error = reason
+        self.say(f"  {row.title}: {reason}")
+
+    def start(self, peer: Peer, row: Row) -> None:
+        """Starts the peer's process, and its child where children live through all rounds."""
+        try:
+            self.workers.get(peer.name, interpreter(peer, self.plan.envs), peer.adapter, self.cell.malloc)
+        except WorkerError as error:
+            self._fail(row, str(error))
+
+    def begin(self, peer: Peer, row: Row) -> None:
+        """A child that has built and checked the peer's workload, or the reason why there is none in `row.error`."""
+        worker = self.workers.get(peer.name, interpreter(peer, self.plan.envs), peer.adapter, self.cell.malloc)
+        task = self._task(
+            work=self.cell.work, adapter=peer.adapter, variant=peer.variant, fp32_is_bf16=peer.fp32_is_bf16
+        )
+        try:
+            worker.begin(task)
+        except WorkerError as error:
+            return self._fail(row, str(error))
+        self.busy[peer.name] = worker
+        # The first answer covers a check of the output, which in bf16 is slow on some processors.
+        answer = worker.receive(300.0) or {"error": "it was not ready after 300 s"}
+        if "error" in answer:
+            self.busy.pop(peer.name).end()
+            return self._fail(row, answer["error"])
+        row.idle_mb, row.torch = answer["idle_mb"], answer["torch"]
+        row.detail, row.parameters = answer["detail"], answer["parameters"]
+        row.output_error = answer.get("output_error")
+        return None
+
+    def _limit(self, peer: Peer) -> float:
+        limit, ours = self.plan.limit_seconds, self.cell.row("moesaic")
+        if self.plan.limit_times and peer.name != "moesaic" and ours is not None and math.isfinite(ours.best):
+            limit = min(limit, max(5.0, self.plan.limit_times * ours.best))
+        return limit
+
+    def turn(self, peer: Peer, row: Row) -> None:
+        if peer.name not in self.busy:
+            self.begin(peer, row)
+            if row.error:
+                return
+        worker, limit = self.busy[peer.name], self._limit(peer)
+        worker.send({"iters": self.plan.iters, "seconds": min(self.plan.turn_seconds, limit / 2)})
+        answer = worker.receive(limit)
+        if not self.plan.alive or answer is None or "error" in answer:
+            self.busy.pop(peer.name).end()
+        if answer is None:
+            row.over_limit = limit
+            self.say(f"  {peer.title}: stopped after {limit:.0f} s")
+        elif "error" in answer:
+            self._fail(row, answer["error"])
+        else:
+            row.times.append(answer["times"])
+            row.others += answer["others"]
+            row.losses += answer["losses"]
+            row.peak_mb = max(row.peak_mb, answer["peak_mb"]) if row.times[:-1] else answer["peak_mb"]
+            self.say(f"  {peer.title}: " + " ".join(f"{seconds:.3f}" for seconds in answer["times"]) + " s")
+
+    def products(self) -> None:
+        """The plain product of the same FLOPs, in this cell's dtype and, for bf16, in fp32 too."""
+        if not isinstance(self.cell.shape, LayerShape):
+            return
+        if "" not in self.busy:
+            worker = self.workers.get("matmul", Path(sys.executable), "matmul", self.cell.malloc)
+            worker.begin(self._task(work="matmul", adapter="matmul"))
+            worker.receive(120.0)
+            self.busy[""] = worker
+        for dtype in ("fp32", "bf16") if self.cell.dtype == "bf16" else ("fp32",):
+            self.busy[""].send({"dtype": dtype, "seconds": 2.0})
+            answer = self.busy[""].receive(120.0) or {}
+            if "rate" in answer:
+                self.cell.matmul.setdefault(dtype, []).append(answer["rate"])
+        rates = ", ".join(f"{dtype} {rates[-1] / 1e9:.0f} GFLOP/s" for dtype, rates in self.cell.matmul.items())
+        self.say(f"  plain product: {rates}")
+
+    def stop(self) -> None:
+        for worker in self.busy.values():
+            worker.end()
+        self.busy.clear()
