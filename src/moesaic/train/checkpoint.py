@@ -254,6 +254,14 @@ def find(path: str | Path) -> Path:
     raise CheckpointError(f"There is no checkpoint at {path}: give a step-N folder, or a run's folder that holds one.")
 
 
+def tokenizer_folder(folder: Path) -> Path | None:
+    """Where the tokenizer of a checkpoint was saved: in it (an import), or in its run's folder; None if nowhere."""
+    for place in (folder / "tokenizer", folder.parent.parent / "tokenizer"):
+        if place.is_dir():
+            return place
+    return None
+
+
 def read_spec(folder: Path) -> ModelSpec:
     """The ModelSpec of a checkpoint. Raises CheckpointError when its model.json is missing or of another version."""
     try:

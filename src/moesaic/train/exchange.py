@@ -12,7 +12,7 @@ import torch
 from moesaic.hf import Exported, WeightsError, export_decoder, load_decoder
 from moesaic.hf.export import SHARD_BYTES, side_files
 from moesaic.hf.load import Progress
-from moesaic.train.checkpoint import find, load_model_checkpoint, save_model_checkpoint
+from moesaic.train.checkpoint import find, load_model_checkpoint, save_model_checkpoint, tokenizer_folder
 
 SIDE_FOLDER = "tokenizer"
 """Folder of an imported checkpoint that keeps the source's tokenizer and generation files."""
@@ -92,9 +92,10 @@ def export_checkpoint(
 
 
 def _tokenizer_of(checkpoint: Path) -> Path | None:
-    """Where a checkpoint's tokenizer is: beside its weights, or where its run file says."""
-    if (checkpoint / SIDE_FOLDER).is_dir():
-        return checkpoint / SIDE_FOLDER
+    """Where a checkpoint's tokenizer is: beside its weights, in its run's folder, or where its run file says."""
+    saved = tokenizer_folder(checkpoint)
+    if saved is not None:
+        return saved
     run_file = checkpoint / "run.toml"
     if not run_file.is_file():
         return None

@@ -115,8 +115,8 @@ def _run_keys(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer:
-    saved = folder.parent.parent / "tokenizer"
-    if (saved / "tokenizer.json").is_file():
+    saved = checkpoint.tokenizer_folder(folder)
+    if saved is not None and (saved / "tokenizer.json").is_file():
         return load_tokenizer(saved)
     named = _run_keys(folder).get("data", {}).get("tokenizer")
     if not named:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from moesaic.cost.counts import flops_per_token
-from moesaic.mesh.device import device
+from moesaic.mesh.device import bf16_is_native, device
 from moesaic.model.decoder import Decoder
 from moesaic.model.losses import LossWeights
 from moesaic.spec.errors import MoesaicError
@@ -64,6 +64,8 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     if keys.tune_malloc and not process.tune_malloc():
         notes.append("train.tune_malloc has no effect: this C library has no mallopt.")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys.dtype]
+    if dtype == torch.bfloat16 and device().kind == "cpu" and not bf16_is_native():
+        notes.append("This processor has no bf16 products: they are computed in fp32 and rounded, no faster than fp32.")
     # Measured before anything is seeded, because the measurement draws random numbers.
     matmul_flops = device().matmul_flops(dtype)
 

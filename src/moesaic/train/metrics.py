@@ -172,14 +172,19 @@ class Display:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        if error is not None:
+            self._record(f"Ended by {type(error).__name__}: {error}")
         self._log.close()
 
     def say(self, text: str) -> None:
         """One sentence for the user and for the record."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._record(text)
+
+    def _record(self, text: str) -> None:
         self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
         self._log.flush()
 

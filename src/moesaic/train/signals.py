@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -38,7 +39,9 @@ class StopRequest:
         name = signal.Signals(number).name
         if self.requested is None:
             self.requested = name
-            self._say(f"{name}: finishing this step and saving; once more leaves at once.")
+            # The signal may have come in the middle of a write to the same file; then there is nothing to say it with.
+            with contextlib.suppress(RuntimeError):
+                self._say(f"{name}: finishing this step and saving; once more leaves at once.")
             return
         # Nothing may hold up the second request, so no clean-up runs; only the terminal gets its cursor back.
         if sys.stdout.isatty():
