@@ -98,7 +98,11 @@ def _yarn(spec: RopeSpec, exponent: Tensor) -> tuple[Tensor, float]:
 
 
 def _longrope(spec: RopeSpec, exponent: Tensor, long: bool) -> tuple[Tensor, float]:
-    """Each pair has its own stretch. Phi-3.5-MoE names the magnitude of either set, others give one for both."""
+    """Each pair has its own stretch. Phi-3.5-MoE names the magnitude of either set, others give one for both.
+
+    Long sequences take the long set, as Phi-3's and Phi-3.5-MoE's published code does; transformers 5.24's phimoe keeps
+    the short one at any length.
+    """
     which = "long" if long else "short"
     stretch = spec.params.get(f"{which}_factor")
     if stretch is None:
