@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moesaic.cli.main import main
-from moesaic.hf import export_decoder
+from moesaic.hf import export_decoder, load_decoder
 from moesaic.model.decoder import Decoder
 from moesaic.spec.families import load_model_spec
+from moesaic.train.checkpoint import describe, model_state, save_model_checkpoint, write
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -83,3 +84,30 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "not empty" in refused("export", out, folder)
     assert "llama" in refused("export", out, tmp_path / "x", "--family", "llama")
     assert not (tmp_path / "x").exists()
+
+
+def test_selection_biases_of_training_survive(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Balancing without an auxiliary loss adds biases that the family's format cannot hold: said, and kept in ours."""
+    decoder = Decoder(load_model_spec(CONFIG))
+    decoder.init_weights(5)
+    decoder.enable_select_bias()
+    for _, router in decoder.routers():
+        router.select_bias.normal_()
+    save_model_checkpoint(decoder, decoder.spec, tmp_path / "checkpoint")
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "refused")]) == 2
+    assert "moesaic" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "own"), "--family", "moesaic"]) == 0
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(load_decoder(tmp_path / "own").eval()(ids), decoder.eval()(ids))
+
+
+def test_wider_export_of_a_bf16_run_takes_the_fp32_weights(tmp_path: Path) -> None:
+    decoder = Decoder(load_model_spec(CONFIG))
+    decoder.init_weights(5)
+    description = describe(decoder.spec, torch.bfloat16, step=1, tokens=0, seconds=0.0)
+    write(tmp_path / "step-1", {"model": model_state(decoder)}, description)
+    for dtype, expected in (("", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+        assert main(["export", str(tmp_path / "step-1"), str(tmp_path / f"x{dtype}"), "--dtype", dtype]) == 0
+        weight = load_file(tmp_path / f"x{dtype}" / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(weight, decoder.head.weight.detach().to(expected))  # type: ignore[union-attr]

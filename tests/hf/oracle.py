@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import transformers
 from tiny_models import Tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SEQUENCE = 23
 BATCH = 2
@@ -30,7 +32,16 @@ def oracle(tiny: Tiny) -> PreTrainedModel:
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 randomise(name, tensor)
-    return model.eval()
+    return _long_factors(model.eval())
+
+
+def _long_factors(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers 5.24 computes PhiMoE's LongRoPE without the sequence's length, and so never takes the factors for
+    long sequences, as the published model and its own definition do; here it is told the length."""
+    rotary = getattr(model.model, "rotary_emb", None)
+    if getattr(rotary, "rope_type", "") == "longrope":
+        rotary.rope_init_fn = partial(ROPE_INIT_FUNCTIONS["longrope"], seq_len=SEQUENCE)
+    return model
 
 
 def randomise(name: str, tensor: Tensor) -> None:
@@ -54,7 +65,7 @@ def reload(folder: Path) -> tuple[PreTrainedModel, dict[str, object]]:
         experts_implementation="eager",
         dtype=torch.float32,
     )
-    return model.eval(), info
+    return _long_factors(model.eval()), info
 
 
 def token_ids(vocab: int) -> Tensor:

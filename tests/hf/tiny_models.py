@@ -50,6 +50,14 @@ YARN_ROPE = {
 }
 DEEPSEEK_YARN_ROPE = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707, "factor": 40.0}
 DEEPSEEK_UNEQUAL_YARN_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.6, "factor": 40.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0],
+    "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.25,
+}
 
 MIXTRAL = {
     "head_dim": 12,
@@ -285,6 +293,16 @@ TINY_MODELS: tuple[Tiny, ...] = (
     ),
     _tiny("phimoe", "phimoe", PHIMOE),
     _tiny("phimoe-window", "phimoe", PHIMOE, attention_bias=False, lm_head_bias=False, sliding_window=6),
+    _tiny(
+        "phimoe-longrope-beyond", "phimoe", PHIMOE, rope_parameters={**LONGROPE, "original_max_position_embeddings": 16}
+    ),
+    _tiny(
+        "phimoe-longrope-within", "phimoe", PHIMOE, rope_parameters={**LONGROPE, "original_max_position_embeddings": 64}
+    ),
+    _tiny("qwen3_moe-window", "qwen3_moe", QWEN_MOE, head_dim=12, use_sliding_window=True, sliding_window=6),
+    _tiny(
+        "mistral-yarn", "mistral", DENSE, sliding_window=None, rope_parameters={**YARN_ROPE, "attention_factor": 1.3}
+    ),
     _tiny("llama", "llama", DENSE, head_dim=12),
     _tiny(
         "llama-bias-llama3-tied",

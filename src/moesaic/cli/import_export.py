@@ -20,7 +20,7 @@ def import_(
     from moesaic.train.exchange import import_folder
 
     with _bar(f"reading {source}") as progress:
-        result = import_folder(source, out, _dtype(dtype), overwrite=overwrite, progress=progress)
+        result = import_folder(source, out, _dtype(dtype, ("fp32", "bf16")), overwrite=overwrite, progress=progress)
     _notes(result.notes)
     print(
         f"{result.name}: {result.parameters / 1e6:,.1f} M parameters, {result.tensors} tensors, "
@@ -45,7 +45,7 @@ def export(
             checkpoint,
             out,
             family=family or None,
-            dtype=_dtype(dtype) if dtype else None,
+            dtype=_dtype(dtype, ("fp32", "bf16", "fp16")) if dtype else None,
             max_shard_bytes=int(max_shard_gb * 1e9),
             tokenizer=tokenizer,
             overwrite=overwrite,
@@ -55,9 +55,9 @@ def export(
     print(f"{result.tensors} tensors, {result.bytes / 2**20:,.1f} MiB in {out}: {', '.join(result.files)}")
 
 
-def _dtype(name: str) -> str:
-    if name not in ("fp32", "bf16", "fp16"):
-        raise typer.BadParameter(f"the precision is fp32, bf16 or fp16, not {name!r}.")
+def _dtype(name: str, known: tuple[str, ...]) -> str:
+    if name not in known:
+        raise typer.BadParameter(f"the precision is one of {', '.join(known)}, not {name!r}.")
     return name
 
 

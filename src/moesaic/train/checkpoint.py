@@ -296,6 +296,14 @@ def read(folder: Path, state: State) -> None:
         raise CheckpointError(f"{folder} cannot be read: {reason}.") from error
 
 
+def saved_names(folder: Path) -> set[str]:
+    """Names of the tensors in a checkpoint, `model.` and the like included. Raises CheckpointError."""
+    try:
+        return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except Exception as error:
+        raise CheckpointError(f"{folder / '.metadata'} cannot be read: {error}.") from error
+
+
 def first_difference(saved: ModelSpec, wanted: ModelSpec) -> str | None:
     """The first architectural difference between two models as `path is A in the checkpoint and B here`, or None.
 
@@ -360,5 +368,7 @@ def load_model_checkpoint(folder: str | Path, dtype: torch.dtype | None = None) 
     path = find(folder)
     spec = read_spec(path)
     decoder = Decoder(spec, dtype=dtype or _DTYPES[read_progress(path)["dtype"]])
+    if any(name.endswith(".router.select_bias") for name in saved_names(path)):
+        decoder.enable_select_bias()
     read(path, {"model": model_state(decoder)})
     return decoder

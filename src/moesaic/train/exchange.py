@@ -56,7 +56,7 @@ def import_folder(
         for name, path in files.items():
             shutil.copyfile(path, out / SIDE_FOLDER / name)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    return ImportedFolder(decoder.spec.name, parameters, seen[0], seen[1], notes)
+    return ImportedFolder(decoder.spec.name, parameters, seen[0], seen[1], [*decoder.spec.notes, *notes])
 
 
 def export_checkpoint(
@@ -78,7 +78,8 @@ def export_checkpoint(
         MoesaicError: no such checkpoint, or `out` cannot be written; nothing is left behind.
     """
     path = find(checkpoint)
-    decoder = load_model_checkpoint(path)
+    # A run in bf16 keeps its weights in fp32, and the wider types should get those.
+    decoder = load_model_checkpoint(path, {"fp32": torch.float32, "fp16": torch.float32}.get(dtype or ""))
     return export_decoder(
         decoder,
         out,
