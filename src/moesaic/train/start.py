@@ -21,7 +21,7 @@ def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: li
     if run.model.init == "hf":
         from moesaic.hf import import_weights
 
-        import_weights(str(run.model.hf), decoder)
+        notes += import_weights(str(run.model.hf), decoder).notes
     elif run.model.init == "upcycle":
         source = upcycle.load_dense(str(run.model.upcycle_from))
         notes += upcycle.upcycle(source, decoder)
