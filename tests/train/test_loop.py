@@ -222,6 +222,30 @@ def test_aux_loss_free_bias_moves_and_is_saved(make_run, console, tmp_path, tens
     assert torch.equal(decoder.layers[1].moe.router.select_bias, bias_E)
 
 
+def test_balancing_by_bias_can_be_turned_on_and_off_between_resumptions(make_run, console, tmp_path, tensors):
+    def go(steps, rate):
+        sets = (f"train.steps={steps}", f"balance.bias_update={rate}", "train.schedule='constant'")
+        assert loop.train(make_run("switched", *sets), resume=True, console=console) == 0
+        return tensors(tmp_path / "switched" / "checkpoints" / f"step-{steps}")
+
+    name = "model.layers.0.moe.router.select_bias"
+    assert name not in go(3, 0.0)
+    biased = go(4, 0.25)[name]
+    assert sorted(set(biased.abs().tolist())) in ([0.25], [0.0, 0.25])
+    assert torch.equal(go(5, 0.0)[name], biased), "learned biases stay in force"
+    assert "no selection biases: they start from zero" in console.file.getvalue()
+
+
+def test_a_run_starts_from_hugging_face_weights(make_run, console, tmp_path, metrics):
+    from moesaic.train.exchange import export_checkpoint
+
+    assert loop.train(make_run("first"), console=console) == 0
+    export_checkpoint(tmp_path / "first", tmp_path / "hf")
+    started = {"hf": str(tmp_path / "hf"), "init": "hf"}
+    assert loop.train(make_run("second", "train.warmup_steps=0", model=started), console=console) == 0
+    assert metrics(tmp_path / "second")[0]["loss"] < metrics(tmp_path / "first")[2]["loss"]
+
+
 def test_more_than_one_process_is_refused(make_run, console):
     with pytest.raises(MoesaicError, match="processes"):
         loop.train(make_run("many", "layout.ep=2"), console=console)

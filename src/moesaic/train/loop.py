@@ -20,7 +20,7 @@ from moesaic.mesh.device import bf16_is_native, device
 from moesaic.model.decoder import Decoder
 from moesaic.model.losses import LossWeights
 from moesaic.spec.errors import MoesaicError
-from moesaic.spec.model import LayerSpec, ModelSpec
+from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec, require_single_process, resolve_balance
 from moesaic.train import checkpoint, process
 from moesaic.train.balancing import Load
@@ -58,8 +58,6 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     _refuse_to_overwrite(folder, resume)
     spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
-    if run.balance.bias_update:
-        spec = _with_select_bias(spec)
     threads = process.set_threads(keys.threads)
     if keys.tune_malloc and not process.tune_malloc():
         notes.append("train.tune_malloc has no effect: this C library has no mallopt.")
@@ -73,6 +71,8 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     notes += data.notices
     device().manual_seed(keys.seed)
     decoder = initial_decoder(run, spec, dtype, notes)
+    if run.balance.bias_update:
+        decoder.enable_select_bias()
     optimizer = Optimizer(decoder, beta1=keys.beta1, beta2=keys.beta2, eps=keys.eps, weight_decay=keys.weight_decay)
     weights = LossWeights(
         z=run.balance.z_loss,
@@ -97,7 +97,7 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
             notes.append(f"There is no checkpoint in {checkpoints.folder} yet: starting from step 0.")
         else:
             notes += _changes(newest, run)
-            progress = _restore(newest, spec, decoder, optimizer)
+            progress = _restore(newest, spec, decoder, optimizer, notes)
             step, total_tokens, elapsed = progress["step"], progress["tokens"], progress["seconds"]
             saved_step = step
             notes.append(f"Going on after step {step} from {newest}.")
@@ -204,19 +204,6 @@ def _write_resolved(folder: Path, run: RunSpec) -> None:
     temporary.replace(folder / "run.toml")
 
 
-def _with_select_bias(spec: ModelSpec) -> ModelSpec:
-    """The model with a selection bias on every router, for balancing without auxiliary losses."""
-
-    def biased(layer: LayerSpec) -> LayerSpec:
-        if layer.moe is None or layer.moe.router.select_bias:
-            return layer
-        router = layer.moe.router.model_copy(update={"select_bias": True})
-        return layer.model_copy(update={"moe": layer.moe.model_copy(update={"router": router})})
-
-    layers = {"layers": tuple(map(biased, spec.layers)), "mtp": tuple(map(biased, spec.mtp))}
-    return spec.model_copy(update=layers)
-
-
 def _state(decoder: Decoder, optimizer: Optimizer) -> checkpoint.State:
     """Everything a step depends on, apart from the run file and the step's number: live tensors."""
     return {
@@ -226,7 +213,7 @@ def _state(decoder: Decoder, optimizer: Optimizer) -> checkpoint.State:
     }
 
 
-def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer, notes: list[str]) -> dict[str, Any]:
     """Put the checkpoint at `path` into the model, the optimizer and the generators; returns trainer.json."""
     difference = checkpoint.first_difference(checkpoint.read_spec(path), spec)
     if difference is not None:
@@ -234,7 +221,15 @@ def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer
             f"{path} is a checkpoint of another model: {difference}. Change [model] back, or choose another run.dir."
         )
     progress = checkpoint.read_progress(path)
+    saved = checkpoint.saved_names(path)
+    if any(name.endswith(".select_bias") for name in saved):
+        decoder.enable_select_bias()
     state = _state(decoder, optimizer)
+    unsaved = [name for name in state["model"] if name.endswith(".select_bias") and f"model.{name}" not in saved]
+    if unsaved:
+        notes.append(f"{path} has no selection biases: they start from zero.")
+    for name in unsaved:
+        del state["model"][name]
     checkpoint.read(path, state)
     optimizer.round_masters()
     device().set_rng_state(state["rng"])
