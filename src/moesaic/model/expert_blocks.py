@@ -187,9 +187,16 @@ def expert_backward(
     a_nF = WORKSPACE.get("a", rows, width, x_nD, dtype)
     grad_h_nG = WORKSPACE.get("grad_h", rows, h_nG.shape[1], x_nD, dtype)
     weight_n1 = a_nF if weight_n is None else weight_n[:, None]
-    grad_weight_n1 = a_nF if grad_weight_n is None else grad_weight_n[:, None]
+    ones_F = WORKSPACE.get("ones", 1, width, x_nD, dtype)[0].fill_(1)
     for a, grad_a, h, grad_h, w, grad_w in _in_blocks(
-        width, dtype.itemsize, a_nF, grad_a_nF, h_nG, grad_h_nG, weight_n1, grad_weight_n1
+        width,
+        dtype.itemsize,
+        a_nF,
+        grad_a_nF,
+        h_nG,
+        grad_h_nG,
+        weight_n1,
+        a_nF if grad_weight_n is None else grad_weight_n,
     ):
         if h.dtype != dtype:
             h = WORKSPACE.get("h_block", h.shape[0], h.shape[1], x_nD, dtype).copy_(h)
@@ -202,7 +209,7 @@ def expert_backward(
         activate_backward(kind.activation, kind.gated, h, weighted, grad_h, a)
         if grad_weight_n is not None:
             torch.mul(grad_a, a, out=weighted)
-            torch.sum(weighted, 1, keepdim=True, out=grad_w)
+            torch.mv(weighted, ones_F, out=grad_w)
         a.mul_(w)
     if weight_n is not None and grad_weight_n is not None and weights.down_bias_D is not None:
         grad_weight_n.add_(grad_y_nD @ weights.down_bias_D)

@@ -102,7 +102,14 @@ class GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_EGD: Tensor, *others: Tensor | None
+        ctx: Any,
+        module: Any,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        up_EGD: Tensor,
+        down_EDF: Tensor,
+        *biases: Tensor | None,
     ) -> Tensor:
         rows = SortedRows.sort(ids_TK, up_EGD.shape[0])
         ends_E = rows.ends_E.to(torch.int32)
@@ -111,10 +118,10 @@ class GroupedExperts(torch.autograd.Function):
         if module.weights_on_input:
             x_RD.mul_(weight_R[:, None])
         y_RD, h_RG = grouped_forward(
-            module.kind, x_RD, None if module.weights_on_input else weight_R, ends_E, up_EGD, *others
+            module.kind, x_RD, None if module.weights_on_input else weight_R, ends_E, up_EGD, down_EDF, *biases
         )
         ctx.module, ctx.rows, ctx.shape_TK = module, rows, ids_TK.shape
-        ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, up_EGD, *others)
+        ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, up_EGD, down_EDF, *biases)
         y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         return y_TD.index_add_(0, rows.tokens_R, y_RD.float()).to(x_TD.dtype)
 
