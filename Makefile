@@ -4,8 +4,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# torch's CPU builds for Linux; asked only when pip's own indexes do not have them.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 JOBS   ?= 2
 
 .PHONY: help demo test lint bench clean
@@ -46,11 +44,8 @@ $(VENV)/.stamp-venv:
 	touch $@
 
 # --no-compile: Python compiles what it imports, and that is a small part of what torch brings.
-# The first try takes torch's CPU build from wherever pip already looks; the second adds PyTorch's own index.
 define install
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(1)]' || \
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt \
-	  --extra-index-url $(TORCH_CPU_INDEX) -e '.[$(1)]'
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
 	touch $@
 endef
 
