@@ -234,7 +234,7 @@ def test_content_tells_whether_the_tokens_are_the_same(
 def test_notices_say_what_was_found(corpus: Path, tmp_path: Path, make_run: MakeRun) -> None:
     data = build_data(make_run(corpus, validation_fraction=0.2, steps=1000), 257, tmp_path / "cache")
     text = "\n".join(data.notices)
-    assert f"jsonl, 1 file, 0.00 MB in {corpus}" in text
+    assert f"jsonl, 1 file, {corpus.stat().st_size / 1000:.1f} kB in {corpus}" in text
     assert "of 20 documents held out" in text
     assert "sequences of 8, seen " in text and "times in 1,000 steps" in text
 

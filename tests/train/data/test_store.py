@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -188,6 +189,28 @@ def test_full_disk_and_cache_that_is_a_file(folder: Path, tmp_path: Path, monkey
     with pytest.raises(DataError, match=r"cannot be written: the disk is full.*Free some space"):
         make(folder, tmp_path / "cache", BytesTokenizer())
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+
+
+def test_long_inputs_are_announced_where_no_bar_can_be_drawn(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(slow: int, cache: str) -> str:
+        monkeypatch.setattr(store_module, "SLOW", slow)
+        out = io.StringIO()
+        cached_tokens(
+            open_source(folder),
+            BytesTokenizer(),
+            vocab=400,
+            document_end=256,
+            cache_dir=tmp_path / cache,
+            console=Console(file=out),
+        )
+        return out.getvalue()
+
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert said(size, "one") == f"tokenising: {size} bytes\n"
+    assert said(size, "one") == ""
+    assert said(size + 1, "two") == ""
 
 
 def test_damaged_caches_get_a_sentence(folder: Path, tmp_path: Path) -> None:

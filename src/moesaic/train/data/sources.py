@@ -60,7 +60,7 @@ class Source:
         files = self.all_files()
         where = files[0] if len(files) == 1 else Path(*common_parts(files))
         count = "1 file" if len(files) == 1 else f"{len(files):,} files"
-        return f"{self.kind}, {count}, {self.size() / 1e6:,.2f} MB in {where}"
+        return f"{self.kind}, {count}, {human_bytes(self.size())} in {where}"
 
     def pieces(self) -> Iterator[Piece]:
         """All documents in order. Raises DataError for a file that cannot be read as its format."""
@@ -289,6 +289,14 @@ def open_or_fail(path: Path) -> Any:
 def missing_key(where: str, key: str, known: list[str]) -> str:
     """The sentence for a text key that is not there."""
     return f"{where} has no {key!r}: {nearest(key, known)} Set data.text_key." if known else f"{where} has no keys."
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes in a decimal unit."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"
 
 
 def common_parts(files: list[Path]) -> tuple[str, ...]:

@@ -21,10 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesaic.train.data.errors import DataError
-from moesaic.train.data.sources import Piece, Source
+from moesaic.train.data.sources import Piece, Source, human_bytes
 from moesaic.train.data.tokenizers import Tokenizer
 
 VERSION = 2
+SLOW = 100_000_000
+"""Bytes of input that take long enough to be announced."""
 BATCH_CHARACTERS = 4 << 20
 """Characters that are tokenised together; enough to keep all threads of `tokenizers` busy."""
 
@@ -239,9 +241,18 @@ def check_vocab(max_id: int, vocab: int, tokenizer: str) -> None:
 
 @contextmanager
 def progress_bar(total: int, console: Console | None, what: str = "tokenising") -> Iterator[Callable[[int], None]]:
-    """A bar over the bytes of the input that vanishes when done; yields a function that takes the bytes read so far."""
+    """A bar over the bytes of the input that vanishes when done; yields a function that takes the bytes read so far.
+
+    Where there is no terminal to draw on, one line for inputs that take a while.
+    """
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        if total >= SLOW:
+            console.print(f"{what}: {human_bytes(total)}")
+        yield lambda read: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console or Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=max(1, total))
         shown = 0
 
