@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import oracle, token_ids
+from oracle import oracle, relative_error, reload, token_ids
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, Tiny
 from torch import Tensor
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moesaic.hf import WeightsError, import_weights, load_decoder
+from moesaic.hf import WeightsError, export_decoder, import_weights, load_decoder
 from moesaic.spec.errors import MoesaicError
 
 BY_NAME = {tiny.name: tiny for tiny in TINY_MODELS}
@@ -166,6 +167,38 @@ def test_dtypes(saved: dict[str, Path], tmp_path: Path, stored: torch.dtype, wan
     assert torch.equal(state["layers.1.moe.router.select_bias"], tensors[bias].to(stored).float())
 
 
+def test_text_model_of_llama4(tmp_path: Path) -> None:
+    """A text-and-image checkpoint as released: nested config, prefixed names, vision tensors left out with a note."""
+    sides = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = {**sides, "image_size": 28, "patch_size": 14, "vision_output_dim": 16}
+    vision |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    config = Llama4Config(text_config=dict(BY_NAME["llama4_text"].config), vision_config=vision)
+    model = Llama4ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "source")
+    notes: list[str] = []
+    ours = load_decoder(tmp_path / "source", note=notes.append).eval()
+    assert len(notes) == 1 and "outside the text model" in notes[0]
+    export_decoder(ours, tmp_path / "exported")
+    text, info = reload(tmp_path / "exported")
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = token_ids(97)
+    with torch.no_grad():
+        expected = model.language_model(ids).logits
+        assert relative_error(ours(ids), expected) < 1e-5
+        assert relative_error(text(ids).logits, expected) < 1e-5
+
+
+def test_kimi_k2(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Kimi-K2's own model_type stands for DeepSeek-V3's architecture and stays in the export."""
+    folder, tensors = copy_of(saved, "deepseek_v3", tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({**config_of(folder), "model_type": "kimi_k2"}))
+    decoder = load_decoder(folder)
+    assert same_state(decoder, load_decoder(saved["deepseek_v3"]))
+    export_decoder(decoder, tmp_path / "x")
+    assert config_of(tmp_path / "x")["model_type"] == "kimi_k2"
+    assert load_file(tmp_path / "x" / "model.safetensors").keys() == tensors.keys()
+
+
 def test_multimodal_prefix(saved: dict[str, Path], tmp_path: Path) -> None:
     folder, tensors = copy_of(saved, "llama", tmp_path / "m")
     write(folder, {f"language_model.{name}": tensor for name, tensor in tensors.items()} | {"vision.w": torch.ones(3)})
@@ -247,8 +280,6 @@ def test_released_spelling_of_a_config(saved: dict[str, Path], tmp_path: Path) -
     scaling = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
     config |= {"rope_theta": 10000, "rope_scaling": {**scaling, "original_max_position_embeddings": 64}}
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
-    from oracle import relative_error, reload
-
     theirs, _ = reload(folder)
     ids = token_ids(97)
     with torch.no_grad():
