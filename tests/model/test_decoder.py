@@ -142,6 +142,25 @@ def test_each_choice_is_counted_once() -> None:
     assert [int(router.step_counts.sum()) for _, router in model.routers()] == [4 * 10 * 2] * 3
 
 
+def test_padding_changes_neither_losses_nor_counts_nor_gradients() -> None:
+    ids, labels = _batch(2, 10)
+    alone, padded = _model(mtp=1), _model(mtp=1)
+    documents = torch.zeros_like(ids)
+    documents[:, 7:] = -1
+    short = [part[:, :7].contiguous() for part in (ids, labels, documents)]
+    labels[:, 7:] = -100
+    for model, (ids_, labels_, documents_) in ((alone, short), (padded, (ids, labels, documents))):
+        loss = model.loss(ids_, labels_, None, documents_, weights=EVERYTHING, step_tokens=14)
+        loss.total.backward()
+    short_loss = alone.loss(short[0], short[1], None, short[2], weights=EVERYTHING, step_tokens=14)
+    for name, part in short_loss.parts.items():
+        torch.testing.assert_close(loss.parts[name], part, msg=lambda m, n=name: f"{n}: {m}")
+    _assert_same_gradients(_gradients(padded), _gradients(alone))
+    for (_, a), (_, b) in zip(padded.routers(), alone.routers(), strict=True):
+        assert int(a.step_counts.sum()) == 2 * 7 * 2
+        assert torch.equal(a.step_counts * 2, b.step_counts)
+
+
 def test_a_prediction_block_predicts_one_token_further() -> None:
     """Against the definition: the block sees token i + 1 and the state at i, and is scored on token i + 2."""
     model, (ids, labels) = _model(mtp=1), _batch(2, 9)

@@ -65,6 +65,23 @@ def test_bf16_loss_is_computed_in_fp32() -> None:
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_bf16_products_in_hardware_give_the_same_gradients(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that multiplies bf16 itself: products in bf16, sums over chunks and the loss in fp32."""
+    monkeypatch.setattr(losses, "LOGIT_BYTES", 19 * 4 * 40 // chunks)
+    monkeypatch.setattr(losses, "compute_dtype", lambda tensor: tensor.dtype)
+    x, weight, bias, labels = _problem(dtype=torch.bfloat16)
+    scaled, nats = cross_entropy(x, weight, labels, bias_V=bias, scale=0.1)
+    wide = [part.detach().float().requires_grad_() for part in (x, weight, bias)]
+    expected = F.cross_entropy(F.linear(*wide), labels, reduction="sum") * 0.1
+    assert scaled.dtype == nats.dtype == torch.float32
+    torch.testing.assert_close(scaled, expected, rtol=5e-3, atol=0)
+    got = torch.autograd.grad(scaled, (x, weight, bias))
+    for a, b in zip(got, torch.autograd.grad(expected, wide), strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a.float(), b, rtol=0.02, atol=0.01)
+
+
 def test_never_more_logits_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LOGIT_BYTES", 20 * 19 * 4)
     x, weight, _, labels = _problem(50)
@@ -106,7 +123,7 @@ def test_balance_is_one_whatever_the_number_of_experts_and_choices(experts: int,
 def test_collapse_onto_one_expert_costs_the_number_of_experts() -> None:
     router = _router(8, 1).eval()
     terms = routing_losses([(router, _routing([[3]] * 10, 8, 30.0))], ALL, torch.tensor([10]), 10)
-    assert float(terms["batch_aux"]) == pytest.approx(8.0, rel=1e-4)
+    assert terms["batch_aux"].item() == pytest.approx(8.0, rel=1e-4)
 
 
 def test_pooling_layers_hides_a_collapse_that_a_loss_per_layer_shows() -> None:
@@ -122,7 +139,7 @@ def test_pooling_layers_hides_a_collapse_that_a_loss_per_layer_shows() -> None:
     logits = tuple(_routing(balanced, 4, 30.0).logits_TE for _ in range(4))
     assert float(pooled) == pytest.approx(float(load_balancing_loss_func(logits, 4, 1)), rel=1e-5)
     ours = routing_losses(layers, LossWeights(batch_aux=1.0), torch.tensor([16]), 16)["batch_aux"]
-    assert float(ours) == pytest.approx(4.0, rel=1e-4)
+    assert ours.item() == pytest.approx(4.0, rel=1e-4)
 
 
 def test_one_layer_is_transformers_loss_divided_by_top_k() -> None:
@@ -131,7 +148,7 @@ def test_one_layer_is_transformers_loss_divided_by_top_k() -> None:
     logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     routing = Routing(logits.topk(3).indices, torch.ones(40, 3), logits)
     ours = routing_losses([(_router(8, 3), routing)], LossWeights(batch_aux=1.0), torch.tensor([40]), 40)["batch_aux"]
-    assert float(ours) == pytest.approx(float(load_balancing_loss_func((logits,), 8, 3)) / 3, rel=1e-5)
+    assert ours.item() == pytest.approx(float(load_balancing_loss_func((logits,), 8, 3)) / 3, rel=1e-5)
 
 
 def test_sequence_loss_does_not_depend_on_how_rows_are_grouped() -> None:
@@ -161,7 +178,7 @@ def test_sequence_loss_is_equation_17_of_deepseek_v3() -> None:
         p = sum(float(scores[t, i] / scores[t].sum()) for t in range(9)) / 9
         total += f * p
     ours = routing_losses([(router, routing)], LossWeights(sequence_aux=1.0), torch.tensor([9]), 9)["sequence_aux"]
-    assert float(ours) == pytest.approx(total, rel=1e-5)
+    assert ours.item() == pytest.approx(total, rel=1e-5)
 
 
 def test_global_loss_uses_the_counts_of_the_step() -> None:
@@ -170,14 +187,14 @@ def test_global_loss_uses_the_counts_of_the_step() -> None:
     routing = _routing([[0]] * 5, 4, 1.0)
     ours = routing_losses([(router, routing)], LossWeights(global_aux=1.0), torch.tensor([5]), 20)["global_aux"]
     mean = routing.logits_TE.softmax(-1).mean(0)
-    assert float(ours) == pytest.approx(float(4 * (0.25 * mean[0] + 0.75 * mean[3])) * 5 / 20, rel=1e-5)
+    assert ours.item() == pytest.approx(float(4 * (0.25 * mean[0] + 0.75 * mean[3])) * 5 / 20, rel=1e-5)
 
 
 def test_z_loss_is_the_mean_square_of_log_partition() -> None:
     routing = _routing([[0], [1], [1]], 4, 2.0)
     ours = routing_losses([(_router(4, 1), routing)], LossWeights(z=1.0), torch.tensor([3]), 6)["z"]
     value = float(torch.tensor([2.0, 0, 0, 0]).exp().sum().log()) ** 2
-    assert float(ours) == pytest.approx(value * 3 / 6, rel=1e-5)
+    assert ours.item() == pytest.approx(value * 3 / 6, rel=1e-5)
 
 
 def test_balance_pushes_probability_away_from_the_busy_expert() -> None:

@@ -84,7 +84,8 @@ class Decoder(nn.Module):
     def forward(self, ids_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
         """Token ids [B, S] to logits [B, S, V].
 
-        `positions_BS` defaults to 0 … S − 1; `documents_BS` numbers packed documents, which do not see each other.
+        `positions_BS` defaults to 0 … S − 1; `documents_BS` numbers packed documents, which do not see each other;
+        negative numbers mark padding, which routing statistics leave out.
         """
         return self.logits(self.hidden(ids_BS, positions_BS, documents_BS)).unflatten(0, ids_BS.shape)
 
@@ -123,7 +124,7 @@ class Decoder(nn.Module):
             routings += more
             total = total + weights.mtp * mtp
             parts["mtp"] = mtp.detach()
-        terms = routing_losses(routings, weights, trained_B, step_tokens)
+        terms = routing_losses(routings, weights, trained_B, step_tokens, sequences.real)
         for name, term in terms.items():
             total = total + getattr(weights, name) * term
             parts[name] = term.detach()
@@ -137,17 +138,23 @@ class Decoder(nn.Module):
         routings: list[tuple[Router, Routing]] = []
         for layer in self.layers:
             x_TD, routing = layer(x_TD, sequences)
-            self._note(layer, routing, routings)
+            self._note(layer, routing, sequences, routings)
         return self.norm(x_TD), routings
 
-    def _note(self, layer: nn.Module, routing: Routing | None, routings: list[tuple[Router, Routing]]) -> None:
+    def _note(
+        self,
+        layer: nn.Module,
+        routing: Routing | None,
+        sequences: Sequences,
+        routings: list[tuple[Router, Routing]],
+    ) -> None:
         """Counting here, outside the layer, keeps a layer that is recomputed in backward from counting twice."""
         if routing is None:
             return
         assert isinstance(layer, Layer) and layer.moe is not None
         router = layer.moe.router
         if self.training:
-            router.count(routing)
+            router.count(routing, sequences.real)
         routings.append((router, routing))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
@@ -194,7 +201,7 @@ class Decoder(nn.Module):
         for depth, block in enumerate(self.mtp, start=1):
             ahead_TD = self._embed(ahead(ids_BS, depth, 0, sequences.documents))
             x_TD, routing = block(x_TD, ahead_TD, sequences)
-            self._note(block.get_submodule("layer"), routing, routings)
+            self._note(block.get_submodule("layer"), routing, sequences, routings)
             labels = mtp_labels(labels_BS, depth, sequences.documents)
             losses.append(self._cross_entropy(x_TD, labels, scale)[0])
         return torch.stack(losses).mean(), routings

@@ -162,41 +162,52 @@ def balance_loss(probabilities_E: Tensor, counts_E: Tensor) -> Tensor:
     """E · Σ f_e P_e with f the share of choices and P the mean probability: 1 when either is uniform.
 
     Switch Transformers (arXiv 2101.03961, equation 4), with f divided by top-k as in Megatron-LM and DeepSpeed.
-    Leading dimensions (one loss per sequence) are kept.
+    Leading dimensions (one loss per sequence) are kept; without any choice the loss is 0.
     """
     experts = probabilities_E.shape[-1]
     share = counts_E.to(probabilities_E.dtype)
-    share = share / share.sum(-1, keepdim=True)
+    share = share / share.sum(-1, keepdim=True).clamp(min=1)
     return experts * (share * probabilities_E).sum(-1)
 
 
 def routing_losses(
-    routers: Sequence[tuple[Router, Routing]], weights: LossWeights, trained_B: Tensor, step_tokens: int
+    routers: Sequence[tuple[Router, Routing]],
+    weights: LossWeights,
+    trained_B: Tensor,
+    step_tokens: int,
+    real_BS: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The router terms of a micro-batch: mean over layers, without coefficients, weighted by share of the step.
 
-    `trained_B` [B]: trained tokens per row. Terms: `z`, the mean squared log-sum-exp of logits (ST-MoE, arXiv
-    2202.08906, equation 5); `batch_aux` over the micro-batch; `sequence_aux` over each row, weighted by the row's share
-    (DeepSeek-V3, arXiv 2412.19437, equation 17), so that it does not depend on how rows are put into micro-batches;
-    `global_aux`, whose shares of choices are those of the step so far (arXiv 2501.11873).
+    `trained_B` [B]: trained tokens per row; `real_BS`: which tokens are not padding, if any is padding. Terms: `z`,
+    the mean squared log-sum-exp of logits (ST-MoE, arXiv 2202.08906, equation 5); `batch_aux` over the micro-batch;
+    `sequence_aux` over each row, weighted by the row's share (DeepSeek-V3, arXiv 2412.19437, equation 17), so that it
+    does not depend on how rows are put into micro-batches; `global_aux`, whose shares of choices are those of the step
+    so far (arXiv 2501.11873).
 
     Each layer has its own loss. One loss over the pooled choices of all layers, as in Hugging Face's code, calls layers
     balanced that have each collapsed onto a different expert.
     """
     share = trained_B.sum() / step_tokens
+    rows = trained_B.shape[0]
     terms: dict[str, list[Tensor]] = {}
     for router, routing in routers:
         experts = router.spec.experts
+        real_BS1 = torch.ones_like(routing.ids_TK[:, :1]) if real_BS is None else real_BS.long()
+        real_BS1 = real_BS1.reshape(rows, -1, 1)
+        real_B1 = real_BS1.sum(1)
         if weights.z:
-            z = routing.logits_TE.logsumexp(-1).square().mean()
+            squares_BS1 = routing.logits_TE.logsumexp(-1).square().view_as(real_BS1)
+            z = (squares_BS1 * real_BS1).sum() / real_B1.sum().clamp(min=1)
             terms.setdefault("z", []).append(z * share)
         if not (weights.batch_aux or weights.sequence_aux or weights.global_aux):
             continue
-        rows = trained_B.shape[0]
-        ids = routing.ids_TK.reshape(rows, -1)
-        mean_BE = router.probabilities(routing).reshape(rows, -1, experts).mean(1)
-        counts_BE = ids.new_zeros(rows, experts).scatter_add_(1, ids, torch.ones_like(ids))
-        mean_E, counts_E = mean_BE.mean(0), counts_BE.sum(0)
+        ids_BSK = routing.ids_TK.view(rows, -1, router.spec.top_k)
+        sum_BE = (router.probabilities(routing).view(rows, -1, experts) * real_BS1).sum(1)
+        counts_BE = ids_BSK.new_zeros(rows, experts)
+        counts_BE.scatter_add_(1, ids_BSK.flatten(1), real_BS1.expand_as(ids_BSK).flatten(1))
+        mean_BE, counts_E = sum_BE / real_B1.clamp(min=1), counts_BE.sum(0)
+        mean_E = sum_BE.sum(0) / real_B1.sum().clamp(min=1)
         if weights.batch_aux:
             terms.setdefault("batch_aux", []).append(balance_loss(mean_E, counts_E) * share)
         if weights.sequence_aux:

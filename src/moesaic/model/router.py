@@ -106,9 +106,13 @@ class Router(nn.Module):
         return grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
 
     @torch.no_grad()
-    def count(self, routing: Routing) -> None:
-        """Add a routing's choices to `step_counts`. Called once per forward pass, never on recompute."""
-        self.step_counts += torch.bincount(routing.ids_TK.flatten(), minlength=self.spec.experts)
+    def count(self, routing: Routing, real_BS: Tensor | None = None) -> None:
+        """Add a routing's choices to `step_counts`, without those of padding (tokens that are not `real_BS`).
+
+        Called once per forward pass, never on recompute.
+        """
+        ids_TK = routing.ids_TK if real_BS is None else routing.ids_TK[real_BS.flatten()]
+        self.step_counts += torch.bincount(ids_TK.flatten(), minlength=self.spec.experts)
 
     def probabilities(self, routing: Routing) -> Tensor:
         """What auxiliary losses call the router's probabilities, [T, E], rows summing to 1.

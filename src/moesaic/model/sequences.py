@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -19,7 +20,7 @@ class Sequences:
     """B rows of S tokens, flattened row after row wherever a tensor has a single token dimension T = B · S.
 
     `positions` [B, S] defaults to 0 … S − 1 in every row. `documents` [B, S] numbers the documents packed into a row;
-    a document is a run of equal numbers, and a token sees only its own document.
+    a document is a run of equal numbers, and a token sees only its own document. Negative numbers mark padding.
     """
 
     def __init__(
@@ -44,6 +45,14 @@ class Sequences:
         """The sequences of token ids [B, S]."""
         batch, length = ids.shape
         return cls(batch, length, positions, documents, ids.device)
+
+    @cached_property
+    def real(self) -> Tensor | None:
+        """Which tokens [B, S] are not padding; None where all are."""
+        if self.documents is None:
+            return None
+        real_BS = self.documents >= 0
+        return None if bool(real_BS.all()) else real_BS
 
     def rope(self, spec: RopeSpec, key: str) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [1 or B, S, 1, R] of a rotary embedding; `key` identifies `spec`."""
