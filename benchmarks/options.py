@@ -42,13 +42,19 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="times that each peer gets its turn (default 3)")
     add("--iters", type=int, default=5, help="most iterations in a turn (default 5)")
     add("--turn-seconds", type=float, default=3.0, help="no new iteration in a turn after this (default 3)")
-    add("--limit-seconds", type=float, default=120.0, help="a turn that takes longer is stopped (default 120)")
+    add(
+        "--limit-seconds",
+        type=float,
+        default=120.0,
+        help="longest iteration; a peer that needs more is stopped (default 120)",
+    )
     add(
         "--limit-times",
         type=float,
         default=0.0,
         help="also stop a peer after this many times moesaic's seconds, at least 5 s (default: never)",
     )
+    add("--profile", action="store_true", help="after the rounds, one iteration of each peer under torch's profiler")
     add("--threads", type=int, default=2)
     add("--envs", type=Path, default=DEFAULT_ENVS, help=f"the peers' environments (default {DEFAULT_ENVS})")
     add("--logs", type=Path, default=None, help="folder for what the peers print (default: a temporary one)")
@@ -68,6 +74,7 @@ def plan_of(args: argparse.Namespace, alive: bool) -> Plan:
         limit_times=args.limit_times,
         threads=args.threads,
         alive=alive,
+        profile=args.profile,
         envs=args.envs,
         logs=logs,
     )

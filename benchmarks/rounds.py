@@ -2,7 +2,7 @@
 
 A *cell* is one workload in one dtype under one malloc setting. In a cell each peer has a process of its own, in its own
 environment; a round gives each of them a turn of a few iterations; its result is the best iteration of all rounds. A
-peer whose turn passes the limit is stopped and its time is known only as "more than N seconds".
+peer with an iteration that passes the limit is stopped and, if it never finished one, known as "more than N seconds".
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Row:
     detail: str = ""
     note: str = ""
     error: str = ""
+    profile: list[tuple[str, float, float]] = field(default_factory=list)
+    """(operator, milliseconds, share of the iteration), largest first; only for those that were profiled."""
     output_error: float | None = None
     parameters: int = 0
     torch: str = ""
@@ -201,11 +203,13 @@ class Plan:
     iters: int = 5
     turn_seconds: float = 3.0
     limit_seconds: float = 120.0
+    """Longest that one iteration may take."""
     limit_times: float = 0.0
-    """If > 0, a turn may also not take longer than this many times moesaic's best iteration (and 5 s)."""
+    """If > 0, an iteration may also not take longer than this many times moesaic's best (and 5 s)."""
     threads: int = 2
     alive: bool = True
-    """Whether processes live through all rounds; if not, each turn has a fresh one (for workloads of many GB)."""
+    """Whether a peer's child lives through all rounds; if not, each turn has a new one (for workloads of many GB)."""
+    profile: bool = False
     envs: Path = Path()
     logs: Path = Path()
 
@@ -249,6 +253,9 @@ def run_cell(cell: Cell, peers: Sequence[Peer], workers: Workers, say: Callable[
                     runner.turn(peer, row)
             if all(row.error or row.over_limit is not None for row in cell.rows):
                 break
+        if workers.plan.profile:
+            for row in cell.rows:
+                runner.profile(row)
     finally:
         runner.stop()
 
@@ -305,22 +312,33 @@ class _Runner:
             self.begin(peer, row)
             if row.error:
                 return
-        worker, limit = self.busy[peer.name], self._limit(peer)
-        worker.send({"iters": self.plan.iters, "seconds": min(self.plan.turn_seconds, limit / 2)})
-        answer = worker.receive(limit)
-        if not self.plan.alive or answer is None or "error" in answer:
-            self.busy.pop(peer.name).end()
+        worker, limit, plan = self.busy[peer.name], self._limit(peer), self.plan
+        # A child that has just been forked is cold: it gets a second iteration even when the first took long.
+        worker.send({"least": 1 if plan.alive else 2, "most": plan.iters, "seconds": plan.turn_seconds})
+        times: list[float] = []
+        while (answer := worker.receive(limit)) and "seconds" in answer:
+            times.append(answer["seconds"])
+            row.others.append(answer["others"])
+            row.losses.append(answer["loss"])
+        if times:
+            row.times.append(times)
+            self.say(f"  {peer.title}: " + " ".join(f"{seconds:.3f}" for seconds in times) + " s")
         if answer is None:
             row.over_limit = limit
             self.say(f"  {peer.title}: stopped after {limit:.0f} s")
         elif "error" in answer:
             self._fail(row, answer["error"])
         else:
-            row.times.append(answer["times"])
-            row.others += answer["others"]
-            row.losses += answer["losses"]
-            row.peak_mb = max(row.peak_mb, answer["peak_mb"]) if row.times[:-1] else answer["peak_mb"]
-            self.say(f"  {peer.title}: " + " ".join(f"{seconds:.3f}" for seconds in answer["times"]) + " s")
+            row.peak_mb = answer["peak_mb"] if math.isnan(row.peak_mb) else max(row.peak_mb, answer["peak_mb"])
+        if not plan.alive or answer is None or "error" in answer:
+            self.busy.pop(peer.name).end()
+
+    def profile(self, row: Row) -> None:
+        """Fills `row.profile`: where one more iteration of this peer spends its time."""
+        worker = self.busy.get(row.peer)
+        if worker is not None:
+            worker.send({"profile": True})
+            row.profile = (worker.receive(2 * self.plan.limit_seconds) or {}).get("profile", [])
 
     def products(self) -> None:
         """The plain product of the same FLOPs, in this cell's dtype and, for bf16, in fp32 too."""

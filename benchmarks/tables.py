@@ -130,7 +130,16 @@ def text(cell: Cell) -> str:
         for row in table
     ]
     notes = [f"  {row.title}: {row.error}" for row in cell.rows if row.error]
-    return "\n".join(["", heading(cell), *body, *notes, summary(cell)])
+    return "\n".join(["", heading(cell), *body, *notes, summary(cell), *profiles(cell)])
+
+
+def profiles(cell: Cell) -> list[str]:
+    """Where the profiled rows spend their time, one line each."""
+    return [
+        f"  {row.title}: " + ", ".join(f"{name} {100 * share:.0f} %" for name, _, share in row.profile if share > 0.015)
+        for row in cell.rows
+        if row.profile
+    ]
 
 
 def markdown(cell: Cell) -> str:

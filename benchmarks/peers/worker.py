@@ -159,16 +159,27 @@ def count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def turn(iteration: Callable[[], float], command: dict[str, Any]) -> dict[str, Any]:
-    """Iterations until `seconds` are used, at least one, at most `iters`."""
-    times, others, losses = [], [], []
+def turn(iteration: Callable[[], float], command: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+    """Iterations until `seconds` are used, at least `least`, at most `most`; answers after each, then with the peak."""
     begin = time.perf_counter()
-    while len(times) < command["iters"] and (not times or time.perf_counter() - begin < command["seconds"]):
+    done = 0
+    while done < command["most"] and (done < command["least"] or time.perf_counter() - begin < command["seconds"]):
         busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
-        losses.append(iteration())
-        times.append(time.perf_counter() - start)
-        others.append(max(0.0, (busy_seconds() - busy - own_seconds() + own) / times[-1]))
-    return {"times": times, "others": others, "losses": losses}
+        loss = iteration()
+        seconds = time.perf_counter() - start
+        others = max(0.0, (busy_seconds() - busy - own_seconds() + own) / seconds)
+        answer({"seconds": seconds, "others": others, "loss": loss})
+        done += 1
+    answer({"peak_mb": status_mb("VmHWM")})
+
+
+def profile(iteration: Callable[[], float]) -> list[tuple[str, float, float]]:
+    """(operator, milliseconds, share) of one iteration, by the time spent in the operator itself, largest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        iteration()
+    rows = [(event.key, event.self_cpu_time_total / 1e3) for event in profiler.key_averages()]
+    total = sum(ms for _, ms in rows)
+    return [(name, ms, ms / total) for name, ms in sorted(rows, key=lambda row: -row[1])[:12]]
 
 
 def commands() -> Iterator[dict[str, Any]]:
@@ -200,8 +211,10 @@ def serve(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> Non
     for command in commands():
         if "stop" in command:
             return
-        result = turn(iteration, command)
-        answer({**result, "peak_mb": status_mb("VmHWM")})
+        if "profile" in command:
+            answer({"profile": profile(iteration)})
+        else:
+            turn(iteration, command, answer)
 
 
 def main() -> None:
