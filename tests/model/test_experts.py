@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moesaic.model import expert_blocks
 from moesaic.model.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moesaic.model.expert_memory import Pool
 from moesaic.model.expert_workers import share_out
 from moesaic.model.experts import Experts
 from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
@@ -182,6 +183,34 @@ def test_experts_are_shared_out_once_each_and_within_the_greedy_bound(counts, wo
     busiest = max(sum(end - start for _, start, end in share) for share in shares)
     assert imbalance == pytest.approx(busiest * workers / sum(counts))
     assert busiest <= max(counts) + sum(counts) / workers
+
+
+def test_kept_memory_is_reused_only_after_its_graph_is_gone():
+    torch.manual_seed(0)
+    module = build(4, 2, 6, 5, scale=0.5)
+    ids, weights = torch.rand(9, 4).topk(2, -1).indices, torch.rand(9, 2)
+    inputs = [torch.randn(9, 5, dtype=torch.float64) for _ in range(3)]
+
+    def grads(outputs):
+        return [torch.autograd.grad(y.square().sum(), [*module.parameters()], retain_graph=True) for y in outputs]
+
+    one_by_one = [grads([module(x, ids, weights)])[0] for x in inputs]
+    together = [module(x, ids, weights) for x in inputs]  # three graphs alive at once, each run backward twice
+    for _ in range(2):
+        for got, want in zip(grads(together), one_by_one, strict=True):
+            for g, w in zip(got, want, strict=True):
+                assert torch.equal(g, w)
+
+
+def test_the_pool_hands_out_memory_again_when_nothing_refers_to_it():
+    pool, like = Pool(), torch.empty(0)
+    first, second = pool.take(10, 4, like), pool.take(10, 4, like)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    del first, second
+    third, fourth = pool.take(9, 4, like), pool.take(10, 4, like)
+    assert {third.data_ptr(), fourth.data_ptr()} == places
+    assert pool.take(1000, 4, like).shape == (1000, 4)
 
 
 def test_bf16_rounds_once_and_stays_near_fp32():

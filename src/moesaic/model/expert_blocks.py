@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,32 +17,13 @@ import torch
 from torch import Tensor
 
 from moesaic.model.activations import activate, activate_backward
+from moesaic.model.expert_memory import WORKSPACE
 from moesaic.spec.model import Activation
 
 ROWS_PER_PRODUCT = 2048
 """Experts with more rows are computed in several products, which bounds the workspace under skewed routing."""
-BYTES_PER_ELEMENTWISE_BLOCK = 128 * 1024
+BYTES_PER_ELEMENTWISE_BLOCK = 256 * 1024
 """Element-wise work walks rows in blocks of about this many bytes per operand: a few of them fit in an L2 cache."""
-
-
-class Workspace(threading.local):
-    """Named scratch tensors of one thread, grown when needed and never given back."""
-
-    def __init__(self) -> None:
-        self.flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def get(self, name: str, rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An uninitialised [rows, columns] tensor; the same memory as the last one of this name."""
-        key = (name, dtype, like.device)
-        size = rows * columns
-        flat = self.flat.get(key)
-        if flat is None or flat.numel() < size:
-            flat = torch.empty(size, dtype=dtype, device=like.device)
-            self.flat[key] = flat
-        return flat[:size].view(rows, columns)
-
-
-WORKSPACE = Workspace()
 
 
 @dataclass(frozen=True)

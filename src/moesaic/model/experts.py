@@ -24,6 +24,7 @@ from moesaic.model.expert_blocks import (
     product_spans,
 )
 from moesaic.model.expert_grouped import GroupedExperts
+from moesaic.model.expert_memory import KEPT
 from moesaic.model.expert_rows import SortedRows, Span
 from moesaic.model.expert_workers import run_experts
 from moesaic.model.kernels import compute_dtype
@@ -49,7 +50,7 @@ class _ExpertByExpert(torch.autograd.Function):
         rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0])
         weights_R = weights_TK.reshape(-1).index_select(0, rows_by_expert.order_R).to(dtype)
         training = any(ctx.needs_input_grad)
-        h_RG = x_TD.new_empty(len(rows_by_expert.order_R) if training else 0, up_EGD.shape[1])
+        h_RG = KEPT.take(len(rows_by_expert.order_R) if training else 0, up_EGD.shape[1], x_TD)
 
         def run(spans: list[Span], y_TD: Tensor) -> None:
             for e, start, end in spans:
