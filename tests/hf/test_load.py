@@ -289,3 +289,16 @@ def test_released_spelling_of_a_config(saved: dict[str, Path], tmp_path: Path) -
 def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     first, second = one.state_dict(), other.state_dict()
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_more_than_the_memory(saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model larger than the machine is refused before it is built."""
+    monkeypatch.setattr(Path, "read_text", lambda self, *args, **kwargs: little(self))
+    with pytest.raises(WeightsError, match=r"takes 0\.0 GiB as float32 and 0\.0 GiB of memory are free"):
+        load_decoder(saved["llama"])
+
+
+def little(path: Path) -> str:
+    if path == Path("/proc/meminfo"):
+        return "MemTotal:  99999999 kB\nMemAvailable: 3 kB\nSwapFree: 0 kB\n"
+    return path.read_bytes().decode()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
 
 from moesaic.hf import export, load
+from moesaic.hf.errors import WeightsError
 from moesaic.hf.export import SHARD_BYTES, Exported
 from moesaic.hf.load import Imported, Progress
+from moesaic.hf.mapping import rules
 from moesaic.model.decoder import Decoder
 from moesaic.spec.families import load_model_spec
+from moesaic.spec.model import ModelSpec
 
 INIT_SEED = 0
 """Seed of what a checkpoint does not hold (multi-token prediction blocks)."""
@@ -48,12 +52,30 @@ def load_decoder(
     """
     folder = Path(folder)
     load.read_config(folder)
-    decoder = Decoder(load_model_spec(folder), dtype=dtype)
-    if decoder.spec.mtp and not load.holds_mtp(folder, decoder.spec):
+    spec = load_model_spec(folder)
+    plan = load.plan_import(folder, spec)
+    _check_memory(spec, dtype)
+    decoder = Decoder(spec, dtype=dtype)
+    if plan.report.left:
         decoder.init_weights(INIT_SEED)
-    for sentence in import_weights(folder, decoder, progress).notes:
+    for sentence in plan.fill(decoder.state_dict(), progress).notes:
         (note or _to_stderr)(sentence)
     return decoder
+
+
+def _check_memory(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Refuses a model that this machine has no room for, where it says how much it has (Linux)."""
+    try:
+        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    except OSError:
+        return
+    free = sum(int(line[1]) for line in lines if line[0] in ("MemAvailable:", "SwapFree:")) * 1024
+    needed = sum(prod(rule.shape) for rule in rules(spec)) * dtype.itemsize
+    if needed > free:
+        raise WeightsError(
+            f"{spec.name} takes {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')} and {free / 2**30:.1f} "
+            "GiB of memory are free; use bf16, or a machine with more memory."
+        )
 
 
 def _to_stderr(sentence: str) -> None:

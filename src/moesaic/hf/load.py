@@ -71,12 +71,45 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def import_tensors(
-    folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], progress: Progress | None = None
-) -> Imported:
-    """Fills `tensors`, our names to preallocated tensors of any dtype, from the checkpoint in `folder`.
+@dataclass
+class Plan:
+    """An import of which everything but the decoder has been checked."""
 
-    Everything is checked before the first weight is copied: a refused import leaves `tensors` as they were.
+    spec: ModelSpec
+    weights: Weights
+    keys: dict[str, str]
+    """Names as in a text-only checkpoint, each with its key on disk."""
+    todo: list[tuple[Rule, Layout]]
+    block: tuple[int, int]
+    report: Imported
+
+    def fill(self, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> Imported:
+        """Copies the weights into `tensors`: our names to preallocated tensors of any dtype.
+
+        Raises:
+            WeightsError: `tensors` are not those of the checkpoint's model; none has been touched then.
+        """
+        _check_targets(self.spec, tensors, self.todo, self.report)
+        weights, report = self.weights, self.report
+        total = sum(weights.entry(self.keys[piece.key]).bytes for _, layout in self.todo for piece in layout)
+        for rule, layout in self.todo:
+            for piece in layout:
+                key, view = self.keys[piece.key], piece.view(tensors[rule.name])
+                if piece.mxfp4:
+                    read_mxfp4_into(weights, key, view)
+                elif is_fp8(weights, key):
+                    read_fp8_into(weights, key, view, self.block)
+                else:
+                    weights.read_into(key, view)
+                report.tensors += 1
+                report.bytes += weights.entry(key).bytes
+                if progress is not None:
+                    progress(report.bytes, total)
+        return report
+
+
+def plan_import(folder: Path, spec: ModelSpec) -> Plan:
+    """Checks the checkpoint in `folder` against `spec` and chooses how to read each tensor.
 
     Raises:
         WeightsError: tensors that are missing, unexpected, of another shape, or in a format that cannot be read.
@@ -88,33 +121,16 @@ def import_tensors(
     report = Imported()
     keys = _text_keys(weights, report)
     todo = _choose_layouts(rules(spec, family), keys, folder, report)
-    _check_names(spec, tensors, todo, report)
     _check_unexpected(spec, family, keys, todo, folder, report)
     _check_shapes(todo, keys, weights)
-
-    total = sum(weights.entry(keys[piece.key]).bytes for _, layout in todo for piece in layout)
-    for rule, layout in todo:
-        target = tensors[rule.name]
-        for piece in layout:
-            key = keys[piece.key]
-            view = piece.view(target)
-            if piece.mxfp4:
-                read_mxfp4_into(weights, key, view)
-            elif is_fp8(weights, key):
-                read_fp8_into(weights, key, view, block)
-            else:
-                weights.read_into(key, view)
-            report.tensors += 1
-            report.bytes += weights.entry(key).bytes
-            if progress is not None:
-                progress(report.bytes, total)
-    return report
+    return Plan(spec, weights, keys, todo, block, report)
 
 
-def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
-    """Whether the checkpoint holds any tensor of the model's multi-token prediction blocks."""
-    keys = _text_keys(Weights(folder), Imported())
-    return any(key in keys for rule in rules(spec) if rule.mtp for key in rule.keys())
+def import_tensors(
+    folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], progress: Progress | None = None
+) -> Imported:
+    """Fills `tensors` from the checkpoint in `folder`: `plan_import`, then `Plan.fill`, with the errors of both."""
+    return plan_import(folder, spec).fill(tensors, progress)
 
 
 def _text_keys(weights: Weights, report: Imported) -> dict[str, str]:
@@ -158,10 +174,16 @@ def _choose_layouts(
     return chosen
 
 
-def _check_names(
+def _check_targets(
     spec: ModelSpec, tensors: Mapping[str, Tensor], todo: list[tuple[Rule, Layout]], report: Imported
 ) -> None:
     """The model's tensors and the rules' must be the same, but for selection biases that training adds."""
+    for rule, _ in todo:
+        if rule.name in tensors and tuple(tensors[rule.name].shape) != rule.shape:
+            raise WeightsError(
+                f"{rule.name} of the model has shape {list(tensors[rule.name].shape)}, and the checkpoint's config "
+                f"asks for {list(rule.shape)}."
+            )
     named = {rule.name for rule, _ in todo} | set(report.left)
     unknown = sorted(named - set(tensors))
     if unknown:

@@ -8,6 +8,7 @@ buffer; a file that is cut short is recognised, with the tensor that suffers, be
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -76,17 +77,23 @@ def read_table(path: Path) -> dict[str, Entry]:
             table = json.loads(file.read(length))
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise WeightsError(f"{path} is not a safetensors file: its table is not JSON.") from None
-    entries, cut = {}, None
-    for name, item in sorted(table.items(), key=lambda pair: pair[1].get("data_offsets", [0])[0]):
-        if name == "__metadata__":
-            continue
+    if not isinstance(table, dict):
+        raise WeightsError(f"{path} is not a safetensors file: its table is a {type(table).__name__}.")
+    table.pop("__metadata__", None)
+    placed = []
+    for name, item in table.items():
         try:
-            first, last = item["data_offsets"]
-            shape, dtype = tuple(item["shape"]), item["dtype"]
+            first, last = (operator.index(offset) for offset in item["data_offsets"])
+            shape, dtype = tuple(operator.index(width) for width in item["shape"]), str(item["dtype"])
+            if not 0 <= first <= last or any(width < 0 for width in shape):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise WeightsError(f"{path}: the table's entry of {name} is incomplete.") from None
+            raise WeightsError(f"{path}: the table's entry of {name} is damaged.") from None
+        placed.append((first, last, name, shape, dtype))
+    entries, cut = {}, None
+    for first, last, name, shape, dtype in sorted(placed):
         if dtype not in DTYPES:
             raise WeightsError(f"{path}: {name} has dtype {dtype}, which is not supported.")
         entry = Entry(path, DTYPES[dtype], shape, 8 + length + first)
@@ -131,8 +138,10 @@ class Weights:
 
     def _read_index(self, index: Path) -> None:
         try:
-            where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, OSError):
+            where: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            if not all(isinstance(file, str) for file in where.values()):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, OSError):
             raise WeightsError(
                 f"{index} is not an index of safetensors files: it has no readable weight_map."
             ) from None
