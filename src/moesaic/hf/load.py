@@ -20,6 +20,7 @@ from moesaic.hf.quantized import (
     MXFP4_SUFFIXES,
     SCALE_SUFFIX,
     check_quantization,
+    check_scales,
     is_fp8,
     read_fp8_into,
     read_mxfp4_into,
@@ -122,7 +123,7 @@ def plan_import(folder: Path, spec: ModelSpec) -> Plan:
     keys = _text_keys(weights, report)
     todo = _choose_layouts(rules(spec, family), keys, folder, report)
     _check_unexpected(spec, family, keys, todo, folder, report)
-    _check_shapes(todo, keys, weights)
+    _check_shapes(todo, keys, weights, block)
     return Plan(spec, weights, keys, todo, block, report)
 
 
@@ -232,7 +233,9 @@ def _is_mtp(spec: ModelSpec, match: re.Match[str]) -> bool:
     return naming is not None and naming.mtp and not spec.mtp and int(match[1]) >= len(spec.layers)
 
 
-def _check_shapes(todo: Iterable[tuple[Rule, Layout]], keys: Mapping[str, str], weights: Weights) -> None:
+def _check_shapes(
+    todo: Iterable[tuple[Rule, Layout]], keys: Mapping[str, str], weights: Weights, block: tuple[int, int]
+) -> None:
     for _, layout in todo:
         for piece in layout:
             entry = weights.entry(keys[piece.key])
@@ -247,6 +250,8 @@ def _check_shapes(todo: Iterable[tuple[Rule, Layout]], keys: Mapping[str, str], 
                     f"{piece.key} is stored as {name} in {entry.path}; quantised weights have to be converted to bf16 "
                     "first."
                 )
+            if piece.mxfp4 or is_fp8(weights, keys[piece.key]):
+                check_scales(weights, keys[piece.key], block)
 
 
 def _listed(names: list[str], noun: str) -> str:

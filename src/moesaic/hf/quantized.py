@@ -12,7 +12,10 @@ from moesaic.hf.safetensors_io import Weights
 
 SCALE_SUFFIX = "_scale_inv"
 """DeepSeek-V3's fp8 weights have their scales under the same key with this suffix."""
+MXFP4_SUFFIXES = ("_blocks", "_scales")
+"""gpt-oss's packed weights and their scales."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def check_quantization(config: dict[str, Any], folder: object) -> tuple[int, int]:
@@ -33,39 +36,42 @@ def check_quantization(config: dict[str, Any], folder: object) -> tuple[int, int
 
 
 def is_fp8(weights: Weights, key: str) -> bool:
-    """Whether the tensor is stored in fp8.
+    """Whether the tensor is stored in fp8."""
+    return weights.entry(key).dtype in _FP8
+
+
+def check_scales(weights: Weights, key: str, block: tuple[int, int]) -> None:
+    """Checks that a quantised tensor has one scale per block.
 
     Raises:
-        WeightsError: fp8 without the scales that go with it.
+        WeightsError: the scales are missing or of another shape.
     """
-    if weights.entry(key).dtype not in _FP8:
-        return False
-    if key + SCALE_SUFFIX not in weights:
-        raise WeightsError(f"{key} is stored in fp8 and its scales, {key + SCALE_SUFFIX}, are missing.")
-    return True
+    shape = weights.entry(key).shape
+    if key.endswith(MXFP4_SUFFIXES[0]):
+        scales_key, expected = _mxfp4_scales(key), shape[:-1]
+    else:
+        expected = tuple(-(-size // width) for size, width in zip(shape, block, strict=False))
+        scales_key = key + SCALE_SUFFIX
+    if scales_key not in weights:
+        raise WeightsError(f"{key} is stored in blocks and its scales, {scales_key}, are missing.")
+    found = weights.entry(scales_key).shape
+    if found != expected or len(expected) != len(shape) - key.endswith(MXFP4_SUFFIXES[0]):
+        raise WeightsError(
+            f"{scales_key} has shape {list(found)}, and {key} of shape {list(shape)} needs {list(expected)}."
+        )
 
 
 def read_fp8_into(weights: Weights, key: str, view: Tensor, block: tuple[int, int]) -> None:
-    """Copies value · scale of its block into `view` [rows, columns] (DeepSeek-V3, arXiv 2412.19437, section 3.3).
-
-    Raises:
-        WeightsError: the scales do not have one entry per block.
-    """
+    """Copies value · scale of its block into `view` [rows, columns] (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
     values, scales = weights.read(key), weights.read(key + SCALE_SUFFIX).float()
-    expected = tuple(-(-size // width) for size, width in zip(values.shape, block, strict=False))
-    if values.dim() != 2 or tuple(scales.shape) != expected:
-        raise WeightsError(
-            f"{key + SCALE_SUFFIX} has shape {list(scales.shape)}, and {key} of shape {list(values.shape)} in blocks "
-            f"of {block[0]} × {block[1]} needs {list(expected)}."
-        )
     for i, row_scales in enumerate(scales):
         rows = slice(i * block[0], (i + 1) * block[0])
         widened = row_scales.repeat_interleave(block[1])[: values.shape[1]]
         view[rows].copy_(values[rows].float() * widened)
 
 
-MXFP4_SUFFIXES = ("_blocks", "_scales")
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+def _mxfp4_scales(key: str) -> str:
+    return key.removesuffix(MXFP4_SUFFIXES[0]) + MXFP4_SUFFIXES[1]
 
 
 def read_mxfp4_into(weights: Weights, key: str, view: Tensor) -> None:
@@ -73,20 +79,10 @@ def read_mxfp4_into(weights: Weights, key: str, view: Tensor) -> None:
 
     Block [..., 16] bytes hold 32 numbers, the low half of each byte first: sign, then an index into 0, ½, 1, 1½, 2, 3,
     4, 6; each block is multiplied by 2^(scale − 127) (OCP Microscaling Formats 1.0, section 5.3).
-
-    Raises:
-        WeightsError: there are no scales, or not one per block.
     """
-    scales_key = key.removesuffix(MXFP4_SUFFIXES[0]) + MXFP4_SUFFIXES[1]
-    if scales_key not in weights:
-        raise WeightsError(f"{key} is stored as MXFP4 blocks and its scales, {scales_key}, are missing.")
-    shape, scales = weights.entry(key).shape, weights.read(scales_key)
-    if tuple(scales.shape) != shape[:-1]:
-        raise WeightsError(
-            f"{scales_key} has shape {list(scales.shape)}, and {key} of shape {list(shape)} needs {list(shape[:-1])}."
-        )
+    scales = weights.read(_mxfp4_scales(key))
     table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    for expert in range(shape[0]):
+    for expert in range(scales.shape[0]):
         packed = weights.read_entry(key, expert)
         pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
         exponents = scales[expert].to(torch.int32) - 127
