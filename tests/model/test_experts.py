@@ -204,13 +204,30 @@ def test_kept_memory_is_reused_only_after_its_graph_is_gone():
 
 def test_the_pool_hands_out_memory_again_when_nothing_refers_to_it():
     pool, like = Pool(), torch.empty(0)
-    first, second = pool.take(10, 4, like), pool.take(10, 4, like)
+    first, second = pool.take((10, 4), like), pool.take((10, 4), like)
     places = {first.data_ptr(), second.data_ptr()}
     assert len(places) == 2
+    part = first[2]
     del first, second
-    third, fourth = pool.take(9, 4, like), pool.take(10, 4, like)
+    assert pool.take((10, 4), like).data_ptr() != part.data_ptr() - 2 * 4 * 4  # a view still holds the first
+    del part
+    third, fourth = pool.take((9, 4), like), pool.take((10, 4), like)
     assert {third.data_ptr(), fourth.data_ptr()} == places
-    assert pool.take(1000, 4, like).shape == (1000, 4)
+    assert pool.take((1000, 4), like).shape == (1000, 4)
+
+
+def test_gradients_that_somebody_keeps_are_not_overwritten():
+    torch.manual_seed(0)
+    module = build(4, 2, 6, 5, scale=0.5)
+    ids, weights = torch.rand(9, 4).topk(2, -1).indices, torch.rand(9, 2)
+    kept, copies = [], []
+    for _ in range(3):
+        module(torch.randn(9, 5, dtype=torch.float64), ids, weights).square().sum().backward()
+        kept += [p.grad[1:] for p in module.parameters()]
+        copies += [p.grad[1:].clone() for p in module.parameters()]
+        module.zero_grad(set_to_none=True)
+    for got, want in zip(kept, copies, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_bf16_rounds_once_and_stays_near_fp32():

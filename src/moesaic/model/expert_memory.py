@@ -1,13 +1,14 @@
 """Memory that the experts use again and again.
 
 A fresh tensor costs a CPU a page fault for every 4 KiB, often more than the arithmetic on it. Scratch tensors live in a
-workspace; what is kept for backward comes from a pool, and goes back to it when autograd lets go of it.
+workspace; what is kept for backward and the gradients of weights come from a pool, which hands memory out again when
+nobody refers to it any more.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-import weakref
 
 import torch
 from torch import Tensor
@@ -33,43 +34,44 @@ class Workspace(threading.local):
 WORKSPACE = Workspace()
 
 
-class Pool:
-    """Tensors that are handed out until nobody refers to them any more, then handed out again.
+def _references(flat: Tensor) -> int:
+    """How many tensors, and Python handles such as the one made here, hold the memory of `flat`."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
-    It keeps no more free tensors than were ever in use at once, and only where fresh memory is expensive: on a CPU.
-    What it hands out must not be viewed by anything that outlives it.
+
+_REFERENCES_WHEN_FREE = 2
+"""The pool's own tensor and the handle through which `_references` looks."""
+
+
+class Pool:
+    """Tensors that are handed out again once nothing refers to their memory any more.
+
+    It keeps no more of them than were ever in use at once. On devices with a caching allocator, and where torch does
+    not tell how often memory is referred to, every tensor is a fresh one.
     """
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._in_use = 0
+        self._all: list[Tensor] = []
         self._most_in_use = 0
         self._lock = threading.Lock()
 
-    def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """An uninitialised [rows, columns] tensor of `like`'s type and device."""
-        if like.device.type != "cpu":
-            return like.new_empty(rows, columns)
-        size = rows * columns
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised tensor of `shape`, with `like`'s type and device."""
+        if like.device.type != "cpu" or not hasattr(torch._C, "_storage_Use_Count"):
+            return like.new_empty(shape)
+        size = math.prod(shape)
         with self._lock:
-            fitting = (t for t in self._free if t.dtype == like.dtype and size <= t.numel() <= 2 * size + 1024)
-            flat = min(fitting, key=lambda t: t.numel(), default=None)
-            if flat is None:
-                flat = like.new_empty(size + size // 16)  # a little room, since routing changes row counts
+            free = [t for t in self._all if _references(t) == _REFERENCES_WHEN_FREE]
+            self._most_in_use = max(self._most_in_use, len(self._all) - len(free) + 1)
+            fitting = [t for t in free if t.dtype == like.dtype and size <= t.numel() <= size + size // 8 + 1024]
+            if fitting:
+                flat = min(fitting, key=lambda t: t.numel())
             else:
-                self._free = [t for t in self._free if t is not flat]
-            self._in_use += 1
-            self._most_in_use = max(self._most_in_use, self._in_use)
-        handed = flat[:size].view(rows, columns)
-        weakref.finalize(handed, self._give_back, flat).atexit = False
-        return handed
-
-    def _give_back(self, flat: Tensor) -> None:
-        with self._lock:
-            self._in_use -= 1
-            self._free.append(flat)
-            del self._free[: max(0, len(self._free) + self._in_use - self._most_in_use)]
+                flat = like.new_empty(size + size // 16)  # a little room, since routing changes row counts
+                spare = {id(t) for t in free[: max(0, len(self._all) + 1 - self._most_in_use)]}
+                self._all = [t for t in self._all if id(t) not in spare] + [flat]
+        return flat[:size].view(shape)
 
 
-KEPT = Pool()
-"""What experts keep for backward."""
+POOL = Pool()
+"""For what experts keep for backward, and for the gradients of their weights."""

@@ -24,7 +24,7 @@ from moesaic.model.expert_blocks import (
     product_spans,
 )
 from moesaic.model.expert_grouped import GroupedExperts
-from moesaic.model.expert_memory import KEPT
+from moesaic.model.expert_memory import POOL
 from moesaic.model.expert_rows import SortedRows, Span
 from moesaic.model.expert_workers import run_experts
 from moesaic.model.kernels import compute_dtype
@@ -50,7 +50,7 @@ class _ExpertByExpert(torch.autograd.Function):
         rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0])
         weights_R = weights_TK.reshape(-1).index_select(0, rows_by_expert.order_R).to(dtype)
         training = any(ctx.needs_input_grad)
-        h_RG = KEPT.take(len(rows_by_expert.order_R) if training else 0, up_EGD.shape[1], x_TD)
+        h_RG = POOL.take((len(rows_by_expert.order_R) if training else 0, up_EGD.shape[1]), x_TD)
 
         def run(spans: list[Span], y_TD: Tensor) -> None:
             for e, start, end in spans:
@@ -143,7 +143,7 @@ def _gradients(
     pairs = list(zip(parameters, wanted, strict=True))
     if module.accumulate_in_place and all(p.grad is not None for p, want in pairs if p is not None and want):
         return [p.grad if p is not None and want else None for p, want in pairs], True
-    return [torch.empty_like(p) if p is not None and want else None for p, want in pairs], False
+    return [POOL.take(tuple(p.shape), p) if p is not None and want else None for p, want in pairs], False
 
 
 class Experts(nn.Module):
