@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -84,18 +85,18 @@ def test_a_run_leaves_what_the_design_promises(make_run, console, tmp_path, metr
 
 
 @pytest.mark.parametrize(
-    ("name", "sets", "model"),
+    ("name", "sets", "model", "deaths"),
     [
-        ("fp32", ["balance.global_aux=0.01"], None),
-        ("bf16", ["train.dtype='bf16'", "balance.bias_update=0.01", "layout.micro_batch=1"], None),
-        ("sampling_router", ["data.document_mask=false", "train.schedule='wsd'"], PHI),
+        ("fp32", ["balance.global_aux=0.01"], None, (1, 3, 4, 6)),
+        ("bf16", ["train.dtype='bf16'", "balance.bias_update=0.01", "layout.micro_batch=1"], None, (3, 4)),
+        ("sampling_router", ["data.document_mask=false", "train.schedule='wsd'"], PHI, (3, 6)),
     ],
 )
 def test_resume_is_bit_exact_wherever_the_process_dies(
-    name, sets, model, make_run, console, tmp_path, monkeypatch, assert_same_run
+    name, sets, model, deaths, make_run, console, tmp_path, monkeypatch, assert_same_run
 ):
     assert loop.train(make_run("straight", *sets, model=model), console=console) == 0
-    for at in (1, 3, 4, 6):
+    for at in deaths:
         run = make_run(f"died_in_{at}", *sets, model=model)
         with monkeypatch.context() as patch:
             crash_in_step(patch, at)
@@ -129,6 +130,34 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_3(
     assert name in console.file.getvalue()
     assert loop.train(run, resume=True, console=console) == 0
     assert_same_run(tmp_path / "stopped", tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"The disk is full: .*step-2.*--resume"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), r"Memory ran out .*micro_batch \(now 2\)"),
+    ],
+)
+def test_running_out_of_room_is_a_sentence_and_loses_nothing(
+    error, expected, make_run, console, tmp_path, monkeypatch, assert_same_run
+):
+    assert loop.train(make_run("straight"), console=console) == 0
+    run = make_run("narrow")
+    real = loop.MetricsFile.write
+
+    def write(self, row):
+        if row["step"] == 4:
+            raise error
+        real(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.MetricsFile, "write", write)
+        with pytest.raises(MoesaicError, match=expected) as caught:
+            loop.train(run, console=console)
+    assert caught.value.exit_code == 2
+    assert loop.train(run, resume=True, console=console) == 0
+    assert_same_run(tmp_path / "narrow", tmp_path / "straight")
 
 
 def test_a_run_can_be_lengthened_and_what_changed_is_said(make_run, console, tmp_path, metrics):

@@ -41,6 +41,9 @@ from moesaic.spec.model import ModelSpec
 State = dict[str, Any]
 """Nested dicts with tensors at the leaves."""
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk, or a user's share of it, that is full."""
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -186,7 +189,7 @@ def _one_process() -> Iterator[None]:
 
 def _why_not_saved(folder: Path, error: BaseException) -> str:
     reasons = list(_causes(error))
-    full = any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in reasons)
+    full = any(isinstance(e, OSError) and e.errno in DISK_FULL for e in reasons)
     try:
         free = shutil.disk_usage(folder).free
     except OSError:

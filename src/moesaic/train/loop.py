@@ -7,8 +7,6 @@ the checkpoint or a function of the run file and the step's number, so an interr
 
 from __future__ import annotations
 
-import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,22 @@ from moesaic.cost.counts import flops_per_token
 from moesaic.mesh.device import bf16_is_native, device
 from moesaic.model.decoder import Decoder
 from moesaic.model.losses import LossWeights
-from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec, require_single_process, resolve_balance
 from moesaic.train import checkpoint, process
 from moesaic.train.balancing import Load
 from moesaic.train.checkpoint import CheckpointError, Checkpoints
 from moesaic.train.data import build_data
+from moesaic.train.folder import (
+    RunError,
+    cache_folder,
+    changes,
+    last_checkpoint,
+    lock,
+    out_of_room,
+    refuse_to_overwrite,
+    write_resolved,
+)
 from moesaic.train.metrics import Display, MetricsFile, Row, Stopwatch
 from moesaic.train.nonfinite import NonFiniteError
 from moesaic.train.optimizer import Optimizer
@@ -37,10 +44,6 @@ from moesaic.train.step import StepResult, evaluate, train_step
 DONE, STOPPED = 0, 3
 
 
-class RunError(MoesaicError):
-    """A run that cannot start where it is told to."""
-
-
 def train(run: RunSpec, *, resume: bool = False, console: Console | None = None) -> int:
     """Train as `run` says, into the folder `run.run.dir`. Returns 0 when all steps are done, 3 when a signal stopped
     it after saving.
@@ -49,13 +52,23 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     MoesaicError for bad input (exit code 2), among them a folder that already holds a run; NonFiniteError (4);
     CheckpointError when a checkpoint cannot be written.
     """
-    console = console or Console()
+    refuse_to_overwrite(Path(run.run.dir), resume)
+    try:
+        with lock(Path(run.run.dir)):
+            return _train(run, resume, console or Console())
+    except (OSError, RuntimeError, MemoryError) as error:
+        sentence = out_of_room(error, run)
+        if sentence is None:
+            raise
+        raise RunError(sentence) from error
+
+
+def _train(run: RunSpec, resume: bool, console: Console) -> int:
     folder = Path(run.run.dir)
     keys = run.train
 
     # What is asked for, checked before anything is made.
     require_single_process(run)
-    _refuse_to_overwrite(folder, resume)
     spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
     threads = process.set_threads(keys.threads)
@@ -81,7 +94,7 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
         global_aux=run.balance.global_aux,
         mtp=keys.mtp_weight,
     )
-    flops = flops_per_token(spec, keys.seq_len).total
+    flops = flops_per_token(spec, keys.seq_len, mtp=keys.mtp_weight > 0).total
     held_out_sequences = keys.eval_batches * run.layout.micro_batch or None
 
     # Where it goes on from.
@@ -96,12 +109,12 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
         if newest is None:
             notes.append(f"There is no checkpoint in {checkpoints.folder} yet: starting from step 0.")
         else:
-            notes += _changes(newest, run)
+            notes += changes(newest, run)
             progress = _restore(newest, spec, decoder, optimizer, notes)
             step, total_tokens, elapsed = progress["step"], progress["tokens"], progress["seconds"]
             saved_step = step
             notes.append(f"Going on after step {step} from {newest}.")
-    _write_resolved(folder, run)
+    write_resolved(folder, run)
     if data.tokenizer is not None:
         data.tokenizer.save(folder / "tokenizer")
 
@@ -141,7 +154,7 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
                 )
             except NonFiniteError as error:
                 checkpoints.wait()
-                raise NonFiniteError(f"{error} {_kept(checkpoints)}") from None
+                raise NonFiniteError(f"{error} {last_checkpoint(checkpoints)}") from None
             total_tokens += result.tokens
 
             held_out: dict[str, float] = {}
@@ -171,37 +184,11 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
             display.say(f"Stopped by {stop.requested} after step {step}; saved. Go on with --resume.")
             return STOPPED
         checkpoints.wait()
-        display.say(f"Done: {keys.steps} steps, {total_tokens:,} tokens. {_kept(checkpoints)}")
+        display.say(f"Done: {keys.steps} steps, {total_tokens:,} tokens. {last_checkpoint(checkpoints)}")
     return DONE
 
 
 # ---------------------------------------------------------------- parts of the above
-
-
-def _refuse_to_overwrite(folder: Path, resume: bool) -> None:
-    if resume or not folder.exists():
-        return
-    if not folder.is_dir():
-        raise RunError(f"run.dir is {folder}, which is a file: name a folder with --set run.dir=….")
-    traces = [name for name in ("run.toml", "metrics.jsonl", "checkpoints") if (folder / name).exists()]
-    if traces:
-        raise RunError(
-            f"{folder} already holds a run ({', '.join(traces)}): go on with it by --resume, or choose another folder "
-            "with --set run.dir=…."
-        )
-
-
-def cache_folder() -> Path:
-    """Where tokenised data is kept between runs: MOESAIC_CACHE, or `moesaic` in the user's cache folder."""
-    if os.environ.get("MOESAIC_CACHE"):
-        return Path(os.environ["MOESAIC_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
-
-
-def _write_resolved(folder: Path, run: RunSpec) -> None:
-    temporary = folder / ".tmp-run.toml"
-    temporary.write_text(run.to_toml(), encoding="utf-8")
-    temporary.replace(folder / "run.toml")
 
 
 def _state(decoder: Decoder, optimizer: Optimizer) -> checkpoint.State:
@@ -234,28 +221,6 @@ def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer
     optimizer.round_masters()
     device().set_rng_state(state["rng"])
     return progress
-
-
-def _changes(path: Path, run: RunSpec) -> list[str]:
-    """One sentence for each key that differs from the run that wrote the checkpoint, since results depend on them."""
-    try:
-        before = tomllib.loads((path / "run.toml").read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError):
-        return [f"{path} has no readable run.toml, so changed keys cannot be named."]
-    now = tomllib.loads(run.to_toml())
-    found = []
-    for table in ("model", "data", "layout", "train", "balance"):
-        old, new = before.get(table, {}), now.get(table, {})
-        for key in sorted({*old, *new}):
-            if old.get(key) != new.get(key):
-                was, is_ = (repr(side[key]) if key in side else "absent" for side in (old, new))
-                found.append(f"{table}.{key} was {was} when {path.name} was written and is {is_} now.")
-    return found
-
-
-def _kept(checkpoints: Checkpoints) -> str:
-    newest = checkpoints.newest()[0]
-    return f"The last checkpoint is {newest}." if newest else "No checkpoint had been written yet."
 
 
 def _headline(run: RunSpec, spec: ModelSpec, decoder: Decoder, threads: int, matmul_flops: float) -> str:
