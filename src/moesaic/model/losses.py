@@ -108,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_x_ND[start : start + chunk] = (grad_logits @ weight).mul_(scale / divisor)
             keep = 1 if start else 0
             if product == summed:
-                grad_weight.addmm_(grad_logits.t(), x, beta=keep, alpha=scale / divisor)
+                torch.addmm(grad_weight, grad_logits.t(), x, beta=keep, alpha=scale / divisor, out=grad_weight)
             else:
                 part = (grad_logits.t() @ x).to(summed).mul_(scale / divisor)
                 grad_weight = part if start == 0 else grad_weight.add_(part)
