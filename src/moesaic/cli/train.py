@@ -17,7 +17,7 @@ def train(
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in run.dir, if there is one.")
     ] = False,
 ) -> int:
-    """Train a model into the folder run.dir: metrics, checkpoints, and a copy of the resolved run file.
+    """Train a model into the folder run.dir: metrics, checkpoints, a report, and a copy of the resolved run file.
 
     SIGTERM and Ctrl-C finish the step, save, and exit with code 3; the same command with --resume goes on bit for bit.
     """
@@ -26,6 +26,12 @@ def train(
     run = load_run(file, overrides or [])
     require_single_process(run)
 
+    from moesaic.report import ReportError, write_report
     from moesaic.train.loop import train as train_run
 
-    return train_run(run, resume=resume)
+    code = train_run(run, resume=resume)
+    try:
+        typer.echo(f"Report: {write_report(Path(run.run.dir))}")
+    except ReportError as error:
+        typer.echo(f"No report: {error}")
+    return code

@@ -39,7 +39,7 @@ def lock(folder: Path) -> Iterator[None]:
 
     Raises RunError when another process holds it.
     """
-    made = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with open(path, "a+") as file:
@@ -60,7 +60,9 @@ def lock(folder: Path) -> Iterator[None]:
             # A run refused before its first step leaves no empty folder behind.
             if made and list(folder.iterdir()) == [path]:
                 path.unlink()
-                folder.rmdir()
+                for each in made:
+                    with contextlib.suppress(OSError):
+                        each.rmdir()
 
 
 def out_of_room(error: BaseException, run: RunSpec) -> str | None:
