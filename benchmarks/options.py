@@ -54,7 +54,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         default=0.0,
         help="also stop a peer after this many times moesaic's seconds, at least 5 s (default: never)",
     )
-    add("--profile", action="store_true", help="after the rounds, one iteration of each peer under torch's profiler")
+    add("--profile", type=peer_names, default=[], help="peers to run once more under torch's profiler after the rounds")
     add("--threads", type=int, default=2)
     add("--envs", type=Path, default=DEFAULT_ENVS, help=f"the peers' environments (default {DEFAULT_ENVS})")
     add("--logs", type=Path, default=None, help="folder for what the peers print (default: a temporary one)")
@@ -74,7 +74,7 @@ def plan_of(args: argparse.Namespace, alive: bool) -> Plan:
         limit_times=args.limit_times,
         threads=args.threads,
         alive=alive,
-        profile=args.profile,
+        profile=tuple(args.profile),
         envs=args.envs,
         logs=logs,
     )

@@ -209,7 +209,8 @@ class Plan:
     threads: int = 2
     alive: bool = True
     """Whether a peer's child lives through all rounds; if not, each turn has a new one (for workloads of many GB)."""
-    profile: bool = False
+    profile: tuple[str, ...] = ()
+    """Names of the peers to profile."""
     envs: Path = Path()
     logs: Path = Path()
 
@@ -253,9 +254,9 @@ def run_cell(cell: Cell, peers: Sequence[Peer], workers: Workers, say: Callable[
                     runner.turn(peer, row)
             if all(row.error or row.over_limit is not None for row in cell.rows):
                 break
-        if workers.plan.profile:
-            for row in cell.rows:
-                runner.profile(row)
+        for peer, row in pairs:
+            if peer.name in workers.plan.profile and not row.error and row.over_limit is None:
+                runner.profile(peer, row)
     finally:
         runner.stop()
 
@@ -333,12 +334,18 @@ class _Runner:
         if not plan.alive or answer is None or "error" in answer:
             self.busy.pop(peer.name).end()
 
-    def profile(self, row: Row) -> None:
+    def profile(self, peer: Peer, row: Row) -> None:
         """Fills `row.profile`: where one more iteration of this peer spends its time."""
-        worker = self.busy.get(row.peer)
-        if worker is not None:
-            worker.send({"profile": True})
-            row.profile = (worker.receive(2 * self.plan.limit_seconds) or {}).get("profile", [])
+        if peer.name not in self.busy:
+            self.begin(peer, row)
+            if row.error:
+                return
+        worker = self.busy[peer.name]
+        worker.send({"least": 1, "most": 1, "seconds": 0.0})  # so that a new child is not profiled cold
+        while (answer := worker.receive(self.plan.limit_seconds)) and "seconds" in answer:
+            pass
+        worker.send({"profile": True})
+        row.profile = (worker.receive(2 * self.plan.limit_seconds) or {}).get("profile", [])
 
     def products(self) -> None:
         """The plain product of the same FLOPs, in this cell's dtype and, for bf16, in fp32 too."""

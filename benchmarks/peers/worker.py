@@ -206,8 +206,12 @@ def serve(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> Non
             answer({"rate": adapter.rate(shape, DTYPES[command["dtype"]], command["seconds"])})
         return
 
+    # A step's model and optimizer belong to what is measured; a layer's weights are the same for everybody.
+    before = rest()
     iteration, facts = (layer_work if task["work"] == "layer" else step_work)(task, adapter, DTYPES[task["dtype"]])
-    answer({"ready": True, "idle_mb": rest(), "torch": torch.__version__, **facts})
+    after = rest()
+    idle = after if task["work"] == "layer" else before
+    answer({"ready": True, "idle_mb": idle, "torch": torch.__version__, **facts})
     for command in commands():
         if "stop" in command:
             return

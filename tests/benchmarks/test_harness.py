@@ -152,7 +152,7 @@ def test_a_run_with_moesaic_alone(tmp_path: Path) -> None:
         "--envs",
         str(tmp_path / "none"),
     ]
-    command += ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md"), "--profile"]
+    command += ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md"), "--profile", "moesaic"]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     record = json.loads((tmp_path / "out.json").read_text())
     assert len(record["cells"]) == 2
