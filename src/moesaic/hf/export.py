@@ -174,7 +174,8 @@ def _check_tensors(spec: ModelSpec, wanted: list[Rule], tensors: Mapping[str, Te
         raise WeightsError(
             f"a {spec.family} checkpoint has no place for {refused[0]}"
             + (f" and {len(refused) - 1} more tensors" if len(refused) > 1 else "")
-            + ", and without it the exported model would compute something else; export with model_type 'moesaic'."
+            + ", and without it the exported model would compute something else; write our own format instead, with "
+            "model_type 'moesaic' (--family moesaic)."
         )
 
 
