@@ -281,6 +281,7 @@ TINY_MODELS: tuple[Tiny, ...] = (
         attention_bias=True,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
     ),
+    _tiny("hunyuan_v1_moe-top-k-per-layer", "hunyuan_v1_moe", HUNYUAN, moe_topk=[1, 3, 2]),
     _tiny("dots1", "dots1", DOTS1),
     _tiny("llama4_text", "llama4_text", LLAMA4),
     _tiny(
