@@ -79,6 +79,16 @@ def test_only_the_newest_are_kept(saved):
     assert sorted(os.listdir(saved.folder)) == ["step-12", "step-3"]
 
 
+def test_a_damaged_newer_folder_does_not_push_a_good_one_out(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    (tmp_path / "step-100").mkdir()
+    for step in (1, 2):
+        checkpoints.save(step, state(float(step)), {})
+    checkpoints.wait()
+    assert checkpoints.newest()[0].name == "step-2"
+    assert [path.name for path in checkpoints.all()] == ["step-2", "step-100"]
+
+
 def test_keep_zero_keeps_all(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=0)
     for step in range(4):

@@ -116,7 +116,10 @@ class Checkpoints:
             self._error = error
 
     def _rotate(self) -> None:
-        for path in self.all()[: -self.keep or None] if self.keep else []:
+        if self.keep == 0:
+            return
+        # Damaged folders neither count nor go: they must not push a good one out.
+        for path in [path for path in self.all() if damage(path) is None][: -self.keep]:
             # Renamed first: a half-deleted folder must not look like a checkpoint.
             going = self.folder / f".tmp-old-{path.name}"
             os.rename(path, going)
@@ -175,7 +178,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _clone(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return state.detach().to("cpu", copy=True)
     return {key: _clone(value) for key, value in state.items()}
 
 

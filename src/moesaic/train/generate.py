@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moesaic.mesh.device import device
 from moesaic.model.decoder import Decoder
 from moesaic.train import checkpoint
 from moesaic.train.checkpoint import CheckpointError
@@ -36,12 +37,12 @@ def generate(
     The model sees the last `window` tokens, by default as many as it has positions. Ends after the id `stop`.
     """
     decoder.eval()
-    device = next(decoder.parameters()).device
+    where = decoder.embed.weight.device
     generator = torch.Generator().manual_seed(seed)
     window = min(window or decoder.spec.max_positions, decoder.spec.max_positions)
     seen = list(ids)
     for _ in range(tokens):
-        ids_BS = torch.tensor([seen[-window:]], device=device)
+        ids_BS = torch.tensor([seen[-window:]], device=where)
         chosen = sample(decoder(ids_BS)[0, -1].float().cpu(), temperature, top_k, generator)
         yield chosen
         if chosen == stop:
@@ -77,7 +78,7 @@ def continue_text(
     """
     folder = checkpoint.find(path)
     coder = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of(folder)
-    decoder = checkpoint.load_model_checkpoint(folder)
+    decoder = checkpoint.load_model_checkpoint(folder).to(device().torch_device)
     ids = coder.encode(prompt)
     if not ids:
         ids = [coder.document_end if coder.document_end is not None else 0]

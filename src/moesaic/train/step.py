@@ -86,14 +86,11 @@ def train_step(
 
 def batch_loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens: int) -> LossParts:
     """The LossParts of one micro-batch, as its share of a step with `step_tokens` trained tokens."""
-    return decoder.loss(
-        batch.ids_BS,
-        batch.labels_BS,
-        batch.positions_BS,
-        batch.documents_BS,
-        weights=weights,
-        step_tokens=max(1, step_tokens),
-    )
+    where = decoder.embed.weight.device
+    ids_BS, labels_BS = batch.ids_BS.to(where), batch.labels_BS.to(where)
+    positions_BS = None if batch.positions_BS is None else batch.positions_BS.to(where)
+    documents_BS = None if batch.documents_BS is None else batch.documents_BS.to(where)
+    return decoder.loss(ids_BS, labels_BS, positions_BS, documents_BS, weights=weights, step_tokens=max(1, step_tokens))
 
 
 @torch.no_grad()
