@@ -211,6 +211,8 @@ def _check_model(table: ModelTable) -> None:
         raise SpecError('model.init is "upcycle", but model.upcycle_from names no dense model.')
     if table.init != "upcycle" and table.upcycle_from is not None:
         raise SpecError(f'model.upcycle_from is set, but model.init is "{table.init}": set it to "upcycle".')
+    if table.init != "upcycle" and table.upcycle_noise:
+        raise SpecError(f'model.upcycle_noise is set, but model.init is "{table.init}": set it to "upcycle".')
 
 
 def _check_layout(run: RunSpec) -> None:

@@ -35,6 +35,9 @@ class ModelTable(Table):
     upcycle_from: str | None = _key(
         None, "Dense model whose MLPs become the experts: a run, a step-N checkpoint, or a Hugging Face folder."
     )
+    upcycle_noise: float = _key(
+        0.0, "Noise that parts the copies of an upcycled expert, in standard deviations of each of its tensors.", ge=0.0
+    )
 
     @property
     def inline(self) -> dict[str, Any]:

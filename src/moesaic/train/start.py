@@ -24,5 +24,5 @@ def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: li
         notes += import_weights(str(run.model.hf), decoder).notes
     elif run.model.init == "upcycle":
         source = upcycle.load_dense(str(run.model.upcycle_from))
-        notes += upcycle.upcycle(source, decoder)
+        notes += upcycle.upcycle(source, decoder, run.model.upcycle_noise, run.train.seed)
     return decoder
