@@ -270,7 +270,7 @@ def test_a_bf16_model_trains_close_to_fp32() -> None:
     for model in (narrow, wide):
         loss = model.loss(ids, labels, weights=EVERYTHING, step_tokens=40)
         loss.total.backward()
-        losses.append(float(loss.total))
+        losses.append(loss.total.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     for name, parameter in narrow.named_parameters():
         assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16, name
