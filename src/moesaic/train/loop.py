@@ -17,6 +17,7 @@ from moesaic.cost.counts import flops_per_token
 from moesaic.mesh.device import bf16_is_native, device
 from moesaic.model.decoder import Decoder
 from moesaic.model.losses import LossWeights
+from moesaic.spec.layout import written
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec, require_single_process, resolve_balance
 from moesaic.train import checkpoint, process
@@ -228,7 +229,8 @@ def _headline(run: RunSpec, spec: ModelSpec, decoder: Decoder, threads: int, mat
     keys = run.train
     return (
         f"{run.run.name}: {spec.name}, {parameters / 1e6:.1f} M parameters, {keys.steps} steps of "
-        f"{keys.global_batch} × {keys.seq_len} tokens, {keys.dtype}, on {device().name} with {threads} threads "
+        f"{keys.global_batch} × {keys.seq_len} tokens, {keys.dtype}, layout {written(run.layout, 1)}, on "
+        f"{device().name} with {threads} thread{'s' if threads > 1 else ''} "
         f"({matmul_flops / 1e9:.0f} GFLOP/s in a plain matmul); results in {run.run.dir}"
     )
 
