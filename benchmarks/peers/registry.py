@@ -28,8 +28,6 @@ class Peer:
     fp32_is_bf16: bool = False
     """Its rows under fp32 compute the experts in bf16, so they are shown and never compared with."""
     works: tuple[str, ...] = ("layer", "step")
-    extra: bool = False
-    """Not part of the default set."""
 
 
 PEERS: dict[str, Peer] = {
@@ -65,6 +63,7 @@ PEERS: dict[str, Peer] = {
             works=("layer",),
         ),
         Peer("deepspeed", "DeepSpeed MoE, no drop", "deepspeed", "deepspeed_moe"),
+        Peer("automodel", "NeMo Automodel MoE, torch_mm", "automodel", "automodel"),
         Peer("litgpt", "litgpt LLaMAMoE", "litgpt", "litgpt_moe"),
     )
 }
@@ -86,6 +85,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "megatron": ("megatron-core==0.19.2", "triton", "einops"),
     "deepspeed": ("deepspeed==0.19.8", "hjson", "py-cpuinfo", "psutil", "einops", "msgpack", "ninja"),
+    "automodel": ("nemo-automodel==0.7.0",),
     "litgpt": (
         "litgpt==0.5.13",
         "lightning",

@@ -108,8 +108,9 @@ def check(layer: Layer, shape: LayerShape, dtype: torch.dtype) -> float:
     """Largest difference from the layer's definition over 16 tokens, as a share of its largest number.
 
     Weights and x are rounded to `dtype` first. The router is ten times larger than in the timed run, since a near tie
-    that rounding decides is no error; even so two of the sixteen may be off in bf16. Ends with a backward pass, so
-    that whatever a first pass imports or starts is there before memory is measured.
+    that rounding decides is no error; even so two of the sixteen may be off in bf16. Two backward passes, of two sizes,
+    follow: what a first pass imports or compiles (once more for sizes that change) is then there before time and
+    memory are measured.
     """
     x, grad = layer_inputs(shape, dtype, tokens=16)
     weights = layer_weights(shape)
@@ -120,6 +121,9 @@ def check(layer: Layer, shape: LayerShape, dtype: torch.dtype) -> float:
     expected = expected_output(x, weights, shape.topk)[0]
     y = layer.call(x.requires_grad_())
     y.backward(grad.view(y.shape))
+    x, grad = layer_inputs(shape, dtype, tokens=24)
+    again = layer.call(x.requires_grad_())
+    again.backward(grad.view(again.shape))
     for parameter in layer.module.parameters():
         parameter.grad = None
     worst_per_token = (y.detach().reshape(16, -1).double() - expected).abs().amax(-1) / expected.abs().max()
