@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import Tensor
 from moesaic.model import expert_blocks
 from moesaic.model.activations import CLAMP_ALPHA, CLAMP_LIMIT
 from moesaic.model.expert_memory import Pool
-from moesaic.model.expert_workers import share_out
+from moesaic.model.expert_workers import run_experts, share_out
 from moesaic.model.experts import Experts
 from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
 
@@ -214,6 +216,47 @@ def test_the_pool_hands_out_memory_again_when_nothing_refers_to_it():
     third, fourth = pool.take((9, 4), like), pool.take((10, 4), like)
     assert {third.data_ptr(), fourth.data_ptr()} == places
     assert pool.take((1000, 4), like).shape == (1000, 4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_training_after_inference_mode(threads):
+    """Memory that is used again must not carry the marks of inference mode into training, in any thread."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        module = build(4, 2, 6, 5, scale=0.5)
+        x = torch.randn(12, 5, dtype=torch.float64)
+        ids = torch.stack((torch.arange(12) % 4, (torch.arange(12) + 1) % 4), 1)  # even, so that workers share it
+        weights = torch.rand(12, 2)
+        with torch.inference_mode():
+            inferred = module(x, ids, weights)
+        y = module(x, ids, weights)
+        y.sum().backward()
+        assert torch.equal(inferred, y)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_a_worker_waits_for_the_others():
+    failing, finished, before = threading.Event(), [], torch.get_num_threads()
+
+    def body(spans, out):
+        if spans[0][0] == 0:
+            failing.set()
+            raise ValueError("expert 0")
+        failing.wait()
+        for _ in range(100):
+            out.add_(torch.randn(64, 64).mm(torch.randn(64, 64)).mean())
+        finished.append(spans)
+
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(ValueError, match="expert 0"):
+            run_experts([(0, 0, 3), (1, 3, 6)], body, torch.zeros(6, 2), torch.float32)
+        assert finished
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_gradients_that_somebody_keeps_are_not_overwritten():

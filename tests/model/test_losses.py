@@ -151,17 +151,18 @@ def test_one_layer_is_transformers_loss_divided_by_top_k() -> None:
     assert ours.item() == pytest.approx(float(load_balancing_loss_func((logits,), 8, 3)) / 3, rel=1e-5)
 
 
-def test_sequence_loss_does_not_depend_on_how_rows_are_grouped() -> None:
+@pytest.mark.parametrize("term", ["sequence_aux", "z"])
+def test_losses_over_rows_do_not_depend_on_how_rows_are_grouped(term: str) -> None:
     router = _router(6, 2)
     logits = torch.randn(4 * 5, 6, generator=torch.Generator().manual_seed(0))
     ids = logits.topk(2).indices
     trained = torch.tensor([5, 2, 4, 3])
-    only = LossWeights(sequence_aux=1.0)
+    only = LossWeights(**{term: 1.0})
 
     def rows(first: int, last: int) -> torch.Tensor:
         part = slice(first * 5, last * 5)
         routing = Routing(ids[part], torch.ones(len(ids[part]), 2), logits[part])
-        return routing_losses([(router, routing)], only, trained[first:last], 14)["sequence_aux"]
+        return routing_losses([(router, routing)], only, trained[first:last], 14)[term]
 
     torch.testing.assert_close(rows(0, 4), rows(0, 1) + rows(1, 3) + rows(3, 4))
 

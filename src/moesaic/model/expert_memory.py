@@ -26,7 +26,8 @@ class Workspace(threading.local):
         size = rows * columns
         flat = self.flat.get(key)
         if flat is None or flat.numel() < size:
-            flat = torch.empty(size, dtype=dtype, device=like.device)
+            with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
+                flat = torch.empty(size, dtype=dtype, device=like.device)
             self.flat[key] = flat
         return flat[:size].view(rows, columns)
 
@@ -39,8 +40,22 @@ def _references(flat: Tensor) -> int:
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
-_REFERENCES_WHEN_FREE = 2
-"""The pool's own tensor and the handle through which `_references` looks."""
+def _references_when_free() -> int | None:
+    """What `_references` says of memory that one tensor alone holds; None where a view does not raise it by one.
+
+    Measured, because torch releases differ in whether the handle that `_references` makes counts too.
+    """
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    flat = torch.empty(2)
+    alone = _references(flat)
+    view = flat[:1]
+    shared = _references(flat)
+    del view
+    return alone if shared == alone + 1 and _references(flat) == alone else None
+
+
+_REFERENCES_WHEN_FREE = _references_when_free()
 
 
 class Pool:
@@ -57,7 +72,7 @@ class Pool:
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of `shape`, with `like`'s type and device."""
-        if like.device.type != "cpu" or not hasattr(torch._C, "_storage_Use_Count"):
+        if like.device.type != "cpu" or _REFERENCES_WHEN_FREE is None:
             return like.new_empty(shape)
         size = math.prod(shape)
         with self._lock:
@@ -67,7 +82,8 @@ class Pool:
             if fitting:
                 flat = min(fitting, key=lambda t: t.numel())
             else:
-                flat = like.new_empty(size + size // 16)  # a little room, since routing changes row counts
+                with torch.inference_mode(False):
+                    flat = like.new_empty(size + size // 16)  # a little room, since routing changes row counts
                 spare = {id(t) for t in free[: max(0, len(self._all) + 1 - self._most_in_use)]}
                 self._all = [t for t in self._all if id(t) not in spare] + [flat]
         return flat[:size].view(shape)

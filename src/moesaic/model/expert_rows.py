@@ -26,11 +26,10 @@ class SortedRows:
 
     @classmethod
     def sort(cls, ids_TK: Tensor, experts: int) -> SortedRows:
-        """Stable sort, so rows of an expert keep the order of their tokens."""
-        flat = ids_TK.reshape(-1)
-        order_R = torch.argsort(flat, stable=True)
-        counts_E = torch.bincount(flat, minlength=experts)
-        return cls(order_R, order_R // ids_TK.shape[1], torch.cumsum(counts_E, 0))
+        """Stable sort, so rows of an expert keep the order of their tokens. Does not wait for the device."""
+        sorted_R, order_R = ids_TK.reshape(-1).sort(stable=True)
+        ends_E = torch.searchsorted(sorted_R, torch.arange(experts, device=ids_TK.device), right=True)
+        return cls(order_R, order_R // ids_TK.shape[1], ends_E)
 
     @cached_property
     def spans(self) -> list[Span]:

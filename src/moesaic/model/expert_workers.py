@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -57,7 +57,9 @@ def run_experts(spans: list[Span], body: Body, like_TD: Tensor, dtype: torch.dty
         shares, imbalance = share_out(spans, workers)
         if imbalance <= MAX_IMBALANCE:
             parts = [total_TD, *(torch.zeros_like(total_TD) for _ in range(workers - 1))]
-            jobs = [_pool(workers).submit(_quietly, body, s, p) for s, p in zip(shares, parts, strict=True)]
+            mode = torch.is_inference_mode_enabled()
+            jobs = [_pool(workers).submit(_quietly, mode, body, s, p) for s, p in zip(shares, parts, strict=True)]
+            wait(jobs)  # also when one fails: nobody may still write when the caller gets the error
             for job in jobs:
                 job.result()
             for part in parts[1:]:
@@ -67,6 +69,6 @@ def run_experts(spans: list[Span], body: Body, like_TD: Tensor, dtype: torch.dty
     return total_TD
 
 
-def _quietly(body: Body, spans: list[Span], out_TD: Tensor) -> None:
-    with torch.no_grad():  # grad mode is per thread
+def _quietly(inference: bool, body: Body, spans: list[Span], out_TD: Tensor) -> None:
+    with torch.inference_mode(inference), torch.no_grad():  # both modes are per thread
         body(spans, out_TD)

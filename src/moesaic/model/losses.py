@@ -1,7 +1,7 @@
 """Losses as sums over tokens, divided once by the number of trained tokens of the whole step.
 
 Because every term of a micro-batch is weighted by its share of the step's trained tokens, micro-batches and ranks just
-add up.
+add up. How rows are put into micro-batches changes none of them but the two that are defined over a micro-batch.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ def routing_losses(
     """The router terms of a micro-batch: mean over layers, without coefficients, weighted by share of the step.
 
     `trained_B` [B]: trained tokens per row; `real_BS`: which tokens are not padding, if any is padding. Terms: `z`,
-    the mean squared log-sum-exp of logits (ST-MoE, arXiv 2202.08906, equation 5); `batch_aux` over the micro-batch;
-    `sequence_aux` over each row, weighted by the row's share (DeepSeek-V3, arXiv 2412.19437, equation 17), so that it
-    does not depend on how rows are put into micro-batches; `global_aux`, whose shares of choices are those of the step
-    so far (arXiv 2501.11873).
+    the mean squared log-sum-exp of logits (ST-MoE, arXiv 2202.08906, equation 5), and `sequence_aux` (DeepSeek-V3,
+    arXiv 2412.19437, equation 17), both over each row and weighted by the row's share, so that they do not depend on
+    how rows are put into micro-batches; `batch_aux` over the micro-batch and `global_aux`, whose shares of choices are
+    those of the step so far (arXiv 2501.11873), which by their definition do.
 
     Each layer has its own loss. One loss over the pooled choices of all layers, as in Hugging Face's code, calls layers
     balanced that have each collapsed onto a different expert.
@@ -198,8 +198,8 @@ def routing_losses(
         real_B1 = real_BS1.sum(1)
         if weights.z:
             squares_BS1 = routing.logits_TE.logsumexp(-1).square().view_as(real_BS1)
-            z = (squares_BS1 * real_BS1).sum() / real_B1.sum().clamp(min=1)
-            terms.setdefault("z", []).append(z * share)
+            mean_B = ((squares_BS1 * real_BS1).sum(1) / real_B1.clamp(min=1)).squeeze(1)
+            terms.setdefault("z", []).append((mean_B * trained_B).sum() / step_tokens)
         if not (weights.batch_aux or weights.sequence_aux or weights.global_aux):
             continue
         ids_BSK = routing.ids_TK.view(rows, -1, router.spec.top_k)

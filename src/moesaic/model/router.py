@@ -111,8 +111,10 @@ class Router(nn.Module):
 
         Called once per forward pass, never on recompute.
         """
-        ids_TK = routing.ids_TK if real_BS is None else routing.ids_TK[real_BS.flatten()]
-        self.step_counts += torch.bincount(ids_TK.flatten(), minlength=self.spec.experts)
+        ids_TK = routing.ids_TK
+        ones_T1 = ids_TK.new_ones(len(ids_TK), 1) if real_BS is None else real_BS.reshape(-1, 1).to(ids_TK.dtype)
+        # Not a bincount: on a GPU that waits for the largest id.
+        self.step_counts.scatter_add_(0, ids_TK.flatten(), ones_T1.expand_as(ids_TK).flatten())
 
     def probabilities(self, routing: Routing) -> Tensor:
         """What auxiliary losses call the router's probabilities, [T, E], rows summing to 1.
