@@ -71,7 +71,7 @@ def gradients_after(size, weights, dtype=torch.float32):
     return result, found
 
 
-@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(sequence_aux=0.1)])
+@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(sequence_aux=0.1, z=0.1)])
 def test_any_cut_into_micro_batches_gives_the_same_gradients(weights):
     whole, expected = gradients_after(8, weights)
     for size in (1, 2, 4):

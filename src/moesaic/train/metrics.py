@@ -14,7 +14,8 @@ One line of metrics.jsonl describes one step:
     elapsed                   wall time since the run began, everything counted, interruptions left out
     tokens_per_second         tokens / seconds
     seconds_by_phase          {data, forward, backward, optimizer, other; checkpoint: saving before this step; eval}
-    model_flops_per_second    training FLOPs of the model for the step's positions / seconds
+    model_flops_per_second    training FLOPs of the model for the step's tokens (filling left out) / seconds; attention
+                              is counted over whole sequences, also where documents in them are masked
     matmul_share              that over the measured rate of a plain matmul on this machine
     load_max_over_mean        {layer: tokens of the busiest expert / mean}
     dead_experts              {layer: experts without a token in this step}

@@ -1,7 +1,8 @@
 """One optimizer step: forward and backward over the micro-batches, then one update.
 
 Sum everywhere, divide once: the number of trained tokens of the step is known before the first backward, every
-micro-batch divides its sums by it, and gradients just add up. How the batch is cut never changes the result.
+micro-batch divides its sums by it, and gradients just add up. How the batch is cut does not change the result, except
+through what is itself defined over micro-batches: their balancing losses, and noise drawn by a router.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from moesaic.train.optimizer import Optimizer
 
 @dataclass
 class StepResult:
-    """Numbers of one step. `counts` has the tokens per expert of each layer; losses are means over trained tokens."""
+    """Numbers of one step. `counts` has the tokens per expert of each layer; losses are means over trained tokens;
+    `positions` are the places of its sequences that hold a token, trained or not."""
 
     loss: float
     total_loss: float
@@ -80,7 +82,7 @@ def train_step(
                 assert router.select_bias is not None
                 update_select_bias(router.select_bias, counts[str(layer)], bias_update)
 
-    positions = sum(batch.ids_BS.numel() for batch in batches)
+    positions = sum(batch.places for batch in batches)
     return StepResult(cross_entropy / max(1, step_tokens), total, parts, norm, step_tokens, positions, counts)
 
 

@@ -178,6 +178,15 @@ def test_unpacked_documents(corpus: Path, tmp_path: Path, make_run: MakeRun, tex
     assert seen == Counter(texts * 4)
 
 
+def test_filling_stays_marked_without_document_masks(corpus: Path, tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(corpus, pack=False, document_mask=False, seq_len=600, global_batch=1)
+    plain = one_epoch(build_data(run, 257, tmp_path / "cache").train)
+    run = make_run(corpus, pack=False, seq_len=600, global_batch=1)
+    for batch, masked in zip(plain, one_epoch(build_data(run, 257, tmp_path / "cache").train), strict=True):
+        assert torch.equal(batch.documents_BS, masked.documents_BS), "one document a row, masked or not"
+        assert batch.places == batch.tokens < 600
+
+
 def test_trained_tokenizer_is_kept_and_saved(corpus: Path, tmp_path: Path, make_run: MakeRun) -> None:
     for _ in range(2):
         data = build_data(make_run(corpus, tokenizer="bpe:300"), 300, tmp_path / "cache")

@@ -20,8 +20,9 @@ class Batch:
     """One micro-batch.
 
     ids_BS, labels_BS: int64; labels are the ids one place on, −100 where nothing is trained. positions_BS,
-    documents_BS: int64, position within the document and number of the document within the sequence (−1 for filling),
-    both None without document masks. tokens: labels that count. bytes: UTF-8 bytes of those labels, 0 if unknown.
+    documents_BS: int64, position within the document and number of the document within the sequence (−1 for filling).
+    Without document masks positions_BS is None, and so is documents_BS unless there is filling. tokens: labels that
+    count. bytes: UTF-8 bytes of those labels, 0 if unknown.
     """
 
     ids_BS: Tensor
@@ -30,6 +31,11 @@ class Batch:
     documents_BS: Tensor | None
     tokens: int
     bytes: int
+
+    @property
+    def places(self) -> int:
+        """Places that hold a token: all but filling."""
+        return self.ids_BS.numel() if self.documents_BS is None else int((self.documents_BS >= 0).sum())
 
 
 class TokenDataset:
@@ -94,12 +100,17 @@ class TokenDataset:
         rows = self.sequences.rows(numbers)
         check_vocab(int(rows.ids_BS.max()), self.vocab, "of the data")
         check_vocab(int(rows.labels_BS.max()), self.vocab, "of the data")
-        masked = self.sequences.mask
+        documents_BS: NDArray[np.int64] | None = rows.documents_BS
+        if not self.sequences.mask:
+            # One document a row; filling stays marked, so that routing statistics can leave it out.
+            documents_BS = np.minimum(rows.documents_BS, 0)
+            if not documents_BS.any():
+                documents_BS = None
         return Batch(
             torch.from_numpy(rows.ids_BS),
             torch.from_numpy(rows.labels_BS),
-            torch.from_numpy(rows.positions_BS) if masked else None,
-            torch.from_numpy(rows.documents_BS) if masked else None,
+            torch.from_numpy(rows.positions_BS) if self.sequences.mask else None,
+            None if documents_BS is None else torch.from_numpy(documents_BS),
             rows.tokens,
             rows.bytes,
         )
