@@ -226,3 +226,9 @@ def test_the_models_own_auxiliary_coefficient() -> None:
     # A resolved file gives every key, so that reading it back changes nothing.
     resolved = parse_run(tomllib.loads(run.to_toml()))
     assert resolve_balance(resolved, spec) == (resolved, [])
+    # Without a coefficient to take over, the user must know that experts are left to themselves.
+    silent = spec.model_copy(update={"hf_config": {}})
+    same, (note,) = resolve_balance(parse_run({}), silent)
+    assert same == parse_run({}) and "Nothing balances the experts" in note
+    biased = parse_run({"balance": {"bias_update": 1e-3}})
+    assert resolve_balance(biased, silent) == (biased, [])

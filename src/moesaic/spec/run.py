@@ -160,15 +160,19 @@ def require_single_process(run: RunSpec) -> None:
 
 
 def resolve_balance(run: RunSpec, spec: ModelSpec) -> tuple[RunSpec, list[str]]:
-    """The run with the model's own auxiliary coefficient where the run file gives none, and sentences that say so.
+    """The run with the model's own auxiliary coefficient where the run file gives none, and sentences that say so, or
+    that nothing balances the experts.
 
     Hugging Face's loss is E·Σ f·P with f counted per token over its K experts, so that perfect balance gives K;
     here perfect balance gives 1, so its coefficient c becomes c·K.
     """
     given = run.balance.model_fields_set & {"batch_aux", "sequence_aux", "global_aux", "bias_update"}
     coefficient = spec.hf_config.get("router_aux_loss_coef")
-    if given or not spec.moe_layers or not coefficient:
+    if given or not spec.moe_layers:
         return run, []
+    if not coefficient:
+        note = "Nothing balances the experts: set balance.bias_update (1e-3 is usual) or balance.sequence_aux."
+        return run, [note]
     moe = spec.layers[spec.moe_layers[0]].moe
     assert moe is not None
     value = float(coefficient) * moe.router.top_k
