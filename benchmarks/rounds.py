@@ -132,13 +132,16 @@ class Worker:
         self._imported = False
         self._child: int | None = None
 
-    def begin(self, task: dict[str, Any]) -> None:
-        """Gives a new child `task`; `receive` tells when it is ready."""
+    def wait_for_imports(self) -> None:
+        """Returns when the peer is imported; raises WorkerError if it cannot be."""
         if not self._imported:
             answer = self.receive(300.0) or {"error": "its imports took longer than 300 s"}
             if "error" in answer:
                 raise WorkerError(answer["error"])
             self._imported = True
+
+    def begin(self, task: dict[str, Any]) -> None:
+        """Gives a new child `task`; `receive` tells when it is ready."""
         self.send(task)
         answer = self.receive(60.0) or {"error": "it did not start"}
         if "pid" not in answer:
@@ -247,6 +250,8 @@ def run_cell(cell: Cell, peers: Sequence[Peer], workers: Workers, say: Callable[
     try:
         for peer, row in pairs:
             runner.start(peer, row)
+        for peer, row in pairs:
+            runner.wait_for_imports(peer, row)  # all of them, so that no import runs beside a measurement
         for _ in range(workers.plan.rounds):
             runner.products()
             for peer, row in pairs:
@@ -274,16 +279,26 @@ class _Runner:
         row.error = reason
         self.say(f"  {row.title}: {reason}")
 
+    def _worker(self, peer: Peer) -> Worker:
+        return self.workers.get(peer.name, interpreter(peer, self.plan.envs), peer.adapter, self.cell.malloc)
+
     def start(self, peer: Peer, row: Row) -> None:
-        """Starts the peer's process, and its child where children live through all rounds."""
+        """Starts the peer's process if there is none yet, without waiting for it."""
         try:
-            self.workers.get(peer.name, interpreter(peer, self.plan.envs), peer.adapter, self.cell.malloc)
+            self._worker(peer)
         except WorkerError as error:
             self._fail(row, str(error))
 
+    def wait_for_imports(self, peer: Peer, row: Row) -> None:
+        if not row.error:
+            try:
+                self._worker(peer).wait_for_imports()
+            except WorkerError as error:
+                self._fail(row, str(error))
+
     def begin(self, peer: Peer, row: Row) -> None:
         """A child that has built and checked the peer's workload, or the reason why there is none in `row.error`."""
-        worker = self.workers.get(peer.name, interpreter(peer, self.plan.envs), peer.adapter, self.cell.malloc)
+        worker = self._worker(peer)
         task = self._task(
             work=self.cell.work, adapter=peer.adapter, variant=peer.variant, fp32_is_bf16=peer.fp32_is_bf16
         )
@@ -353,6 +368,7 @@ class _Runner:
             return
         if "" not in self.busy:
             worker = self.workers.get("matmul", Path(sys.executable), "matmul", self.cell.malloc)
+            worker.wait_for_imports()
             worker.begin(self._task(work="matmul", adapter="matmul"))
             worker.receive(120.0)
             self.busy[""] = worker

@@ -118,6 +118,9 @@ def summary(cell: Cell) -> str:
         parts.append(
             f"peak memory above idle {v['memory_ratio']:.2f}× that of the leanest ({PEERS[v['leanest']].title})"
         )
+    others = [cores for row in cell.rows for cores in row.others]
+    if others:
+        parts.append(f"other processes used {sum(others) / len(others):.2f} cores on average meanwhile")
     return "; ".join(parts) + "." if parts else ""
 
 
@@ -146,7 +149,7 @@ def markdown(cell: Cell) -> str:
     head, *rows = lines(cell)
     out = [f"**{heading(cell)}**", "", "| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     out += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*out, "", summary(cell), ""])
+    return "\n".join([*out, "", summary(cell), *profiles(cell), ""])
 
 
 def machine() -> dict[str, Any]:
