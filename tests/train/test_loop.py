@@ -168,6 +168,20 @@ def test_a_run_can_be_lengthened_and_what_changed_is_said(make_run, console, tmp
     assert "train.steps was 6 when step-6 was written and is 8 now" in console.file.getvalue()
 
 
+def test_other_tokens_and_another_number_of_threads_are_said(make_run, console, tmp_path, text_file):
+    text = tmp_path / "text.jsonl"
+    text.write_text(text_file.read_text())
+    sets = (f"data.path='{text}'", "train.steps=2", "train.warmup_steps=1")
+    assert loop.train(make_run("run", *sets), console=console) == 0
+    assert loop.train(make_run("run", *sets), resume=True, console=console) == 0
+    assert "has changed" not in console.file.getvalue() and "last bits" not in console.file.getvalue()
+    text.write_text(text.read_text() + '\n{"text": "one more"}\n')
+    assert loop.train(make_run("run", *sets, "train.threads=2"), resume=True, console=console) == 0
+    said = console.file.getvalue()
+    assert "what data.path names has changed" in said
+    assert "step-2 was computed with 1 threads and the run goes on with 2" in said
+
+
 def test_resuming_a_finished_run_changes_nothing(make_run, console, tmp_path, metrics):
     run = make_run("finished")
     assert loop.train(run, console=console) == 0

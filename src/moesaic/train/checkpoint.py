@@ -4,7 +4,7 @@ A checkpoint is a folder `step-N`:
 
     .metadata, *.distcp   weights, moments, random state   torch.distributed.checkpoint; see `open_state`
     model.json            the ModelSpec
-    trainer.json          step, tokens and seconds so far, compute type, versions
+    trainer.json          step, tokens and seconds so far, compute type, versions; training only: data, threads
     run.toml              the run file as resolved (training only)
     complete.json         the size of every file above; written last
 

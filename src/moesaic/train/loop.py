@@ -114,6 +114,7 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
             progress = _restore(newest, spec, decoder, optimizer, notes)
             step, total_tokens, elapsed = progress["step"], progress["tokens"], progress["seconds"]
             saved_step = step
+            notes += _other_conditions(newest, progress, data.content, threads)
             notes.append(f"Going on after step {step} from {newest}.")
     write_resolved(folder, run)
     if data.tokenizer is not None:
@@ -126,7 +127,9 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
     def save() -> None:
         # The line of a saved step must be on the disk first: a resumed run does not write it again.
         metrics.sync()
-        texts = checkpoint.describe(spec, dtype, step=step, tokens=total_tokens, seconds=elapsed)
+        texts = checkpoint.describe(
+            spec, dtype, step=step, tokens=total_tokens, seconds=elapsed, data=data.content, threads=threads
+        )
         checkpoints.save(step, _state(decoder, optimizer), texts | {"run.toml": run.to_toml()})
 
     with metrics, Display(console, folder, keys.steps, step) as display, StopRequest(display.say) as stop:
@@ -222,6 +225,19 @@ def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer
     optimizer.round_masters()
     device().set_rng_state(state["rng"])
     return progress
+
+
+def _other_conditions(path: Path, progress: dict[str, Any], content: str, threads: int) -> list[str]:
+    """A sentence for what keeps the run from going on bit for bit, though the run file is the same."""
+    found = []
+    if progress.get("data", content) != content:
+        found.append(f"The tokens are not those that {path.name} was trained on: what data.path names has changed.")
+    if progress.get("threads", threads) != threads:
+        found.append(
+            f"{path.name} was computed with {progress['threads']} threads and the run goes on with {threads}: sums in "
+            "another order differ in their last bits."
+        )
+    return found
 
 
 def _headline(run: RunSpec, spec: ModelSpec, decoder: Decoder, threads: int, matmul_flops: float) -> str:
