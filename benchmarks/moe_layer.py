@@ -10,6 +10,7 @@ timed. `docs/benchmarks.md` says what is measured and how to read it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -31,15 +32,15 @@ def main(arguments: list[str] | None = None) -> None:
     peers, plan = selected_peers(args, "layer"), plan_of(args, alive=True)
     started, cells = datetime.now(), []
     with Workers(plan) as workers:
-        for dtype in args.dtypes:
-            for shape in args.shapes:
-                for malloc in args.malloc:
-                    cell = Cell("layer", shape, dtype, malloc)
-                    cells.append(cell)
-                    print(tables.heading(cell), flush=True)
-                    run_cell(cell, peers, workers, lambda line: print(line, flush=True))
-                    print(tables.text(cell), flush=True)
-                    tables.save(cells, started, args.json, args.markdown)
+        for malloc in args.malloc:
+            for dtype, shape in itertools.product(args.dtypes, args.shapes):
+                cell = Cell("layer", shape, dtype, malloc)
+                cells.append(cell)
+                print(tables.heading(cell), flush=True)
+                run_cell(cell, peers, workers, lambda line: print(line, flush=True))
+                print(tables.text(cell), flush=True)
+                tables.save(cells, started, args.json, args.markdown)
+            workers.forget(malloc)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,16 @@ class Worker:
         os.close(self._read)
 
 
+def memory_is_short() -> bool:
+    """Whether less than a quarter of this machine's memory is free, so that no child may keep what it has."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return False
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return kilobytes.get("MemAvailable", 1) < kilobytes.get("MemTotal", 1) / 4
+
+
 class WorkerError(Exception):
     """A peer that could not be started, with the reason."""
 
@@ -219,7 +229,7 @@ class Plan:
 
 
 class Workers:
-    """One `Worker` per peer and malloc setting, kept for all cells."""
+    """One `Worker` per peer and malloc setting, kept from cell to cell."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -231,6 +241,11 @@ class Workers:
     def __exit__(self, *error: object) -> None:
         for worker in self._workers.values():
             worker.stop()
+
+    def forget(self, malloc: str) -> None:
+        """Ends the workers of a malloc setting that is done with."""
+        for key in [key for key in self._workers if key[1] == malloc]:
+            self._workers.pop(key).stop()
 
     def get(self, name: str, python: Path, adapter: str, malloc: str) -> Worker:
         if not python.exists():
@@ -324,13 +339,14 @@ class _Runner:
         return limit
 
     def turn(self, peer: Peer, row: Row) -> None:
-        if peer.name not in self.busy:
+        new = peer.name not in self.busy
+        if new:
             self.begin(peer, row)
             if row.error:
                 return
         worker, limit, plan = self.busy[peer.name], self._limit(peer), self.plan
-        # A child that has just been forked is cold: it gets a second iteration even when the first took long.
-        worker.send({"least": 1 if plan.alive else 2, "most": plan.iters, "seconds": plan.turn_seconds})
+        # A new child is cold: it gets a second iteration even when the first took long.
+        worker.send({"least": 2 if new else 1, "most": plan.iters, "seconds": plan.turn_seconds})
         times: list[float] = []
         while (answer := worker.receive(limit)) and "seconds" in answer:
             times.append(answer["seconds"])
@@ -346,7 +362,7 @@ class _Runner:
             self._fail(row, answer["error"])
         else:
             row.peak_mb = answer["peak_mb"] if math.isnan(row.peak_mb) else max(row.peak_mb, answer["peak_mb"])
-        if not plan.alive or answer is None or "error" in answer:
+        if not plan.alive or answer is None or "error" in answer or memory_is_short():
             self.busy.pop(peer.name).end()
 
     def profile(self, peer: Peer, row: Row) -> None:

@@ -34,14 +34,15 @@ def main(arguments: list[str] | None = None) -> None:
     peers, plan = selected_peers(args, "step"), plan_of(args, alive=False)
     started, cells = datetime.now(), []
     with Workers(plan) as workers:
-        for dtype in args.dtypes:
-            for malloc in args.malloc:
+        for malloc in args.malloc:
+            for dtype in args.dtypes:
                 cell = Cell("step", shape, dtype, malloc)
                 cells.append(cell)
                 print(tables.heading(cell), flush=True)
                 run_cell(cell, peers, workers, lambda line: print(line, flush=True))
                 print(tables.text(cell), flush=True)
                 tables.save(cells, started, args.json, args.markdown)
+            workers.forget(malloc)
 
 
 if __name__ == "__main__":
