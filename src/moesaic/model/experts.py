@@ -192,10 +192,10 @@ class Experts(nn.Module):
             self.down_bias,
         )
 
-    @staticmethod
-    def uses_grouped_products(x_TD: Tensor) -> bool:
-        """Grouped products run on GPUs in bf16; elsewhere experts run one by one."""
-        return x_TD.device.type == "cuda" and x_TD.dtype == torch.bfloat16
+    def uses_grouped_products(self, x_TD: Tensor) -> bool:
+        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one."""
+        _, hidden, width = self.down.shape
+        return x_TD.device.type == "cuda" and x_TD.dtype == torch.bfloat16 and hidden % 8 == width % 8 == 0
 
     def extra_repr(self) -> str:
         experts, hidden, width = self.down.shape

@@ -43,7 +43,8 @@ def generate(
     seen = list(ids)
     for _ in range(tokens):
         ids_BS = torch.tensor([seen[-window:]], device=where)
-        chosen = sample(decoder(ids_BS)[0, -1].float().cpu(), temperature, top_k, generator)
+        logits_V = decoder.logits(decoder.hidden(ids_BS)[-1])
+        chosen = sample(logits_V.float().cpu(), temperature, top_k, generator)
         yield chosen
         if chosen == stop:
             return
