@@ -39,10 +39,10 @@ QUICK = (
     "model.moe_intermediate_size=96",
     "data.tokenizer=bpe:1024",
     "data.validation_fraction=0.02",
-    "train.steps=150",
+    "train.steps=100",
     "train.seq_len=128",
     "train.global_batch=8",
-    "train.warmup_steps=15",
+    "train.warmup_steps=10",
     "train.checkpoint_every=5",
 )
 
