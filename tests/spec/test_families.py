@@ -291,6 +291,11 @@ def test_text_model_of_a_multimodal_config():
     assert spec.family == "llama4_text" and "text" in spec.notes[0]
 
 
+def test_noise_of_the_config_that_is_left_out_is_said():
+    (note,) = load_model_spec({**TINY, "attention_dropout": 0.1, "router_jitter_noise": 0.0}).notes
+    assert note.startswith("attention_dropout = 0.1 is not done")
+
+
 def test_defaults_of_sizes_are_said():
     keys = {key: value for key, value in TINY.items() if key != "num_key_value_heads"}
     assert any("num_key_value_heads = 8" in note for note in load_model_spec({**keys, "num_attention_heads": 8}).notes)

@@ -72,6 +72,7 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
     require_single_process(run)
     spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
+    notes += spec.notes
     threads = process.set_threads(keys.threads)
     if keys.tune_malloc and not process.tune_malloc():
         notes.append("train.tune_malloc has no effect: this C library has no mallopt.")

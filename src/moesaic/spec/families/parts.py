@@ -12,6 +12,8 @@ from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, Moe
 
 QkNorm = Literal["none", "head", "full", "l2"]
 SLIDING = ("full_attention", "sliding_attention")
+TRAINING_NOISE = ("attention_dropout", "hidden_dropout", "router_jitter_noise", "input_jitter_noise")
+"""Noise that some configs ask for in training; a model that leaves it out says so."""
 
 
 def head_dim_of(config: Config) -> int:
@@ -182,6 +184,10 @@ def model(config: Config, layers: tuple[LayerSpec, ...], **more: Any) -> ModelSp
     if config.filled:
         filled = ", ".join(f"{key} = {value}" for key, value in sorted(config.filled.items()))
         notes.append(f"not in the config, so {config.family}'s defaults: {filled}")
+    noise = [key for key in TRAINING_NOISE if config.raw.get(key) and key not in config.defaults]
+    if noise:
+        asked = ", ".join(f"{key} = {config.raw[key]}" for key in noise)
+        notes.append(f"{asked} is not done: training here draws no such noise")
     coefficient = config.optional_number("router_aux_loss_coef") or 0.0
     top_k = max((layer.moe.router.top_k for layer in layers if layer.moe), default=0)
     return ModelSpec(
