@@ -17,11 +17,11 @@ from moesaic.spec.run import RunSpec, explain, load_run, parse_run, require_sing
 from moesaic.spec.tables import TABLES
 from moesaic.spec.toml import parse_override, write_toml
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12)
 NAME = TEXT.filter(bool)
 SHARE = st.floats(0, 1, exclude_max=True)
 POSITIVE = st.floats(1e-12, 1e6)
-SCALAR = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), TEXT)
+SCALAR = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(-3.4e38, 3.4e38), TEXT)
 INLINE = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=3))
 MODEL_KEYS = set(TABLES["model"].model_fields)
 
@@ -51,7 +51,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         },
         "balance": {"batch_aux": POSITIVE, "bias_update": SHARE},
         "cluster": {"gpu": NAME, "nodes": st.integers(1, 10**4)},
-        "run": {"name": NAME, "dir": NAME},
+        "run": {"name": NAME, "dir": NAME.filter(lambda name: name[0] != "~")},
     }
     tables = {name: draw(st.fixed_dictionaries({}, optional=keys)) for name, keys in optional.items()}
     tables["model"] |= inline
@@ -153,6 +153,33 @@ def test_what_is_wrong_is_said(tables: dict[str, Any], parts: list[str]) -> None
         parse_run(tables)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.steps=9223372036854775808", "train.steps is 9.223e+18, but integers of TOML go up to 2^63 - 1"),
+        ("model.vocab_size=-99999999999999999999", "model.vocab_size is -1.000e+20"),
+        ("train.weight_decay=1e39", "train.weight_decay is 1e+39, but numbers go up to 3.4e+38"),
+        ("balance.bias_update=1e300", "balance.bias_update is 1e+300"),
+        ("model.rope_scaling.factor=1e39", "model.rope_scaling.factor is 1e+39"),
+        (r'run.dir="a\u0000b"', "run.dir is 'a\\x00b', which holds a NUL character"),
+        (r'data.path="\u0000"', "data.path is"),
+        ("run.name=\udcff", "run.name is '\\udcff', which is not UTF-8 text"),
+        ("layout.recompute=['\udcff']", "layout.recompute is"),
+        ("train.threads=1025", "train.threads is 1025, but must be integer ≥ 0, ≤ 1024"),
+    ],
+)
+def test_values_that_nothing_can_hold_are_refused_whatever_the_key(override: str, part: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_run({"model": {"preset": "Mixtral-8x7B"}}, [override])
+    assert part in str(caught.value)
+
+
+def test_the_home_folder_has_its_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    run = parse_run({"run": {"dir": "~/runs/x"}, "model": {"hf": "~/models/y"}})
+    assert (run.run.dir, run.model.hf) == ("/home/me/runs/x", "/home/me/models/y")
 
 
 @pytest.mark.parametrize(

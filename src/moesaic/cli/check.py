@@ -84,7 +84,7 @@ def _data(table: DataTable, spec: ModelSpec, notes: list[str]) -> str:
         found.append(f"{path} ({kind}, {len(files)} files, {size:,} bytes)")
     learned = table.tokenizer.startswith("bpe:")
     size_text = table.tokenizer.removeprefix("bpe:")
-    if learned and not size_text.isdigit():
+    if learned and not size_text.isdecimal():
         raise SpecError(f'data.tokenizer is {table.tokenizer!r}, but must name a size, as in "bpe:8192".')
     tokens = int(size_text) if learned else load_tokenizer(table.tokenizer).vocab_size
     if tokens > spec.vocab:

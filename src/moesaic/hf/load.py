@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise WeightsError(f"{folder} holds no config.json, so its architecture is unknown.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} cannot be read: {error}.") from None
     if not isinstance(config, dict):
         raise WeightsError(f"{path} should hold a JSON object and holds a {type(config).__name__}.")

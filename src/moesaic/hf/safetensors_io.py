@@ -141,7 +141,7 @@ class Weights:
             where: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
             if not all(isinstance(file, str) for file in where.values()):
                 raise ValueError
-        except (ValueError, KeyError, TypeError, OSError):
+        except (ValueError, KeyError, TypeError, OSError, RecursionError):
             raise WeightsError(
                 f"{index} is not an index of safetensors files: it has no readable weight_map."
             ) from None

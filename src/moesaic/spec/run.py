@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,12 @@ def parse_run(
         run = tables.setdefault("run", {})
         if isinstance(run, dict):
             run.setdefault("name", name)
+    for key, value in tables.items():
+        _refuse_unusable(value, key, source)
+    for table, key in _PATHS:
+        inner = tables.get(table)
+        if isinstance(inner, dict) and isinstance(inner.get(key), str):
+            inner[key] = os.path.expanduser(inner[key])
     try:
         spec = RunSpec.model_validate(tables)
     except ValidationError as error:
@@ -182,6 +190,29 @@ def resolve_balance(run: RunSpec, spec: ModelSpec) -> tuple[RunSpec, list[str]]:
         f"times top-k {moe.router.top_k}"
     )
     return run.model_copy(update={"balance": balance}), [note]
+
+
+_PATHS = (("run", "dir"), ("model", "hf"), ("model", "upcycle_from"))
+"""Keys in which `~` becomes the home folder at once. Those of [data] may be patterns, and their readers see to it."""
+_LARGEST_NUMBER = 3.4e38
+"""What an fp32 tensor holds."""
+
+
+def _refuse_unusable(value: Any, where: str, source: str) -> None:
+    """Refuses, whatever the key, values that no file name, no TOML file, or no fp32 tensor can hold."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_unusable(key, where, source)
+            _refuse_unusable(inner, f"{where}.{key}" if isinstance(value, dict) else where, source)
+    elif isinstance(value, str):
+        if "\0" in value:
+            raise SpecError(f"{source}: {where} is {value!r}, which holds a NUL character: remove it.")
+        if not value.isascii() and value.encode("utf-8", "replace").decode() != value:
+            raise SpecError(f"{source}: {where} is {value!r}, which is not UTF-8 text: use other letters.")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise SpecError(f"{source}: {where} is {value:.3e}, but integers of TOML go up to 2^63 - 1.")
+    elif isinstance(value, float) and _LARGEST_NUMBER < abs(value) < math.inf:
+        raise SpecError(f"{source}: {where} is {value:g}, but numbers go up to {_LARGEST_NUMBER:g}, as fp32 does.")
 
 
 def _check(run: RunSpec) -> None:
@@ -263,7 +294,7 @@ def _hf_config(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"model.hf: {str(file)!r} cannot be read as a config.json: {error}.") from None
     if not isinstance(config, dict):
         raise SpecError(f"model.hf: {str(file)!r} holds a {type(config).__name__}, not the keys of a config.")

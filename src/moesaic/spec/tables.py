@@ -125,7 +125,9 @@ class TrainTable(Table):
     log_every: int = _key(1, "Steps between lines of metrics.jsonl.", "steps", ge=1)
     checkpoint_every: int = _key(500, "Steps between checkpoints; 0 means only after the last step.", "steps", ge=0)
     keep_checkpoints: int = _key(2, "Newest checkpoints that are kept; 0 keeps all.", "checkpoints", ge=0)
-    threads: int = _key(0, "CPU threads; 0 takes OMP_NUM_THREADS if set, else one per physical core.", "threads", ge=0)
+    threads: int = _key(
+        0, "CPU threads; 0 takes OMP_NUM_THREADS if set, else one per physical core.", "threads", ge=0, le=1024
+    )
     tune_malloc: bool = _key(True, "Have glibc keep large blocks instead of giving them back after every tensor.")
     mtp_weight: float = _key(
         0.3, "Weight of the loss of multi-token prediction blocks, where a model has them.", ge=0.0

@@ -53,6 +53,6 @@ def set_threads(threads: int) -> int:
     """Use `threads` threads within one operation; 0 means OMP_NUM_THREADS if set, else the physical cores."""
     if threads == 0:
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(asked) if asked.isdigit() and int(asked) > 0 else physical_cores()
+        threads = int(asked) if asked.isdecimal() and int(asked) > 0 else physical_cores()
     torch.set_num_threads(threads)
     return threads

@@ -52,6 +52,8 @@ def test_same_files_give_the_same_tokenizer(corpus: Path, tmp_path: Path) -> Non
 def test_bad_sizes_and_files_get_a_sentence(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocabulary of 100 is too small.* 257"):
         train_bpe(corpus, 100, tmp_path)
+    with pytest.raises(DataError, match=r"vocabulary of 99,999,999,999 is too large"):
+        train_bpe(corpus, 99_999_999_999, tmp_path)
     with pytest.raises(DataError, match=r"gives only \d+ different BPE tokens, fewer than the 5,000 asked for"):
         train_bpe(corpus, 5000, tmp_path)
     with pytest.raises(DataError, match="is empty"):

@@ -221,6 +221,8 @@ def test_json_lines_with_faults(tmp_path: Path) -> None:
     refused(path, r"line 2 of .*a\.jsonl has no 'text': did you mean 'txt'\? Set data\.text_key")
     path.write_text('{"text": "x"}\n{"text": "x"\n')
     refused(path, "line 2 of .* is not JSON")
+    path.write_text("[" * 200_000)
+    refused(path, "line 1 of .* is not JSON")
     path.write_text('["text"]\n')
     refused(path, "is a JSON list, not an object with a 'text' key")
     path.write_text('{"text": 5}\n')

@@ -82,10 +82,10 @@ def _load(path: Path) -> dict[str, Any]:
         )
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{file} cannot be read: {error}.") from error
     except json.JSONDecodeError as error:
         raise SpecError(f"{file} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{file} cannot be read: {error}.") from error
     if not isinstance(found, dict):
         raise SpecError(f"{file} holds a {type(found).__name__}, not the keys of a config.")
     return found

@@ -24,6 +24,13 @@ ACTIVATIONS: dict[str, Activation] = {
 MOST_LAYERS = 4096
 """Every layer is described on its own, so a slip of the finger must not ask for millions."""
 
+MOST = 2**40
+"""No size of a model is larger, and products of a few of them still fit into a float."""
+
+NOT_NEGATIVE = {"rms_norm_eps", "initializer_range", "router_aux_loss_coef", "router_jitter_noise", "moe_norm_min"}
+ABOVE_ZERO = {"logits_scaling", "routed_scaling_factor", "clip_qkv", "floor_scale"}
+"""Numbers that are divided by, or that cut everything off when they are zero."""
+
 
 class Config:
     """The keys of one model of one family.
@@ -92,6 +99,8 @@ class Config:
         whole = isinstance(found, int) or (isinstance(found, float) and found.is_integer())
         if isinstance(found, bool) or not whole or found < least:
             raise self._wrong(key, found, f"an integer of at least {least}")
+        if found > MOST:
+            raise SpecError(f"{self.name}: {key} is {float(min(found, 1e300)):.4g}; at most {MOST:,} works.")
         return int(found)
 
     def optional_integer(self, key: str, least: int = 1) -> int | None:
@@ -102,8 +111,10 @@ class Config:
     def number(self, key: str) -> float:
         """A finite number."""
         found = self._needed(key, "a number")
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not -1e300 < found < 1e300:
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not -1e38 < found < 1e38:
             raise self._wrong(key, found, "a number")
+        if (key in NOT_NEGATIVE and found < 0) or (key in ABOVE_ZERO and found <= 0):
+            raise self._wrong(key, found, "a number above 0" if key in ABOVE_ZERO else "a number of at least 0")
         return float(found)
 
     def optional_number(self, key: str) -> float | None:

@@ -14,8 +14,8 @@ from moesaic.train.data.sources import Source, open_source
 from moesaic.train.data.store import fingerprint, locked, progress_bar
 from moesaic.train.data.tokenizers import DOCUMENT_END, BytesTokenizer
 
-SMALLEST = 257
-"""256 bytes and the document end."""
+SMALLEST, LARGEST = 257, 1 << 22
+"""256 bytes and the document end; and far more than any model has, for which memory is claimed at once."""
 
 
 def train_bpe(
@@ -29,13 +29,15 @@ def train_bpe(
 
     files: a path as in data.path, a list of files, or a source. out: a tokenizer.json, or a folder to put one in.
     Does nothing if `out` was already trained on the same files with the same size. Returns the path of the
-    tokenizer.json. Raises DataError for a vocabulary below 257, for data without text and for text too small to give
-    that many ids.
+    tokenizer.json. Raises DataError for a vocabulary below 257 or above 2^22, for data without text and for text too
+    small to give that many ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab < SMALLEST:
         raise DataError(f"a BPE vocabulary of {vocab} is too small: 256 bytes and the document end are {SMALLEST}.")
+    if vocab > LARGEST:
+        raise DataError(f"a BPE vocabulary of {vocab:,} is too large: at most {LARGEST:,} tokens can be learned.")
     source = as_source(files)
     target = Path(out)
     if target.suffix != ".json":

@@ -112,7 +112,7 @@ def tokenizer_of(
     if not name.startswith("bpe:"):
         return load_tokenizer(name)
     size = name.removeprefix("bpe:")
-    if not size.isdigit():
+    if not size.isdecimal():
         raise DataError(f'data.tokenizer {name!r} has no size; write "bpe:8192" for a BPE of 8,192 tokens.')
     if kind == "megatron" or table.path is None:
         raise DataError(f"data.tokenizer {name!r} needs text to learn from; a Megatron pair has token ids only.")

@@ -113,7 +113,7 @@ class Source:
         where = f"line {number:,} of {path}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {one_line(error)}; JSONL has one object per line.") from error
         if not isinstance(row, dict):
             raise DataError(f"{where} is a JSON {type(row).__name__}, not an object with a {self.text_key!r} key.")

@@ -208,7 +208,7 @@ def find_document_end(path: Path, config: dict[str, Any], vocabulary: dict[str, 
     if beside.is_file():
         try:
             named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"{beside} is not readable JSON ({one_line(error)}); repair or remove it.") from error
         token = named.get("content") if isinstance(named, dict) else named
         if token in vocabulary:
