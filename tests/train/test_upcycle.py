@@ -54,7 +54,41 @@ def made(config, seed=0):
     return decoder
 
 
-@pytest.mark.parametrize(("dense", "sparse"), [(DENSE, MIXTRAL), (DENSE_QK, QWEN)])
+NATIVE = {
+    "model_type": "moesaic",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "intermediate_size": 24,
+    "num_experts": 0,
+    **SIZES,
+}
+RESIDUAL = NATIVE | {
+    "num_experts": [0, 4],
+    "num_experts_per_tok": 1,
+    "shared_intermediate_size": 24,
+    "shared_combine": "learned",
+    "norm_topk_prob": True,
+}
+GRANITE = MIXTRAL | {
+    "model_type": "granitemoe",
+    "tie_word_embeddings": False,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 8**-0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse"),
+    [
+        (DENSE, MIXTRAL),
+        (DENSE_QK, QWEN),
+        (NATIVE, RESIDUAL),
+        (DENSE, GRANITE),
+        (DENSE | {"tie_word_embeddings": True}, MIXTRAL),
+    ],
+)
 def test_the_first_logits_are_the_dense_models(dense, sparse):
     source, target = made(dense, 1), made(sparse, 2)
     ids_BS = torch.randint(0, 257, (2, 20))

@@ -42,6 +42,8 @@ def upcycle(dense: Decoder, target: Decoder, noise: float = 0.0, seed: int = 0) 
     _check(dense.spec, target.spec)
     generator = torch.Generator().manual_seed(seed)
     source = dict(dense.state_dict())
+    if dense.spec.tied_embeddings:
+        source["head.weight"] = source["embed.weight"]
     notes = _differences(dense.spec, target.spec)
     for name, tensor in target.state_dict().items():
         if name in source:
@@ -65,7 +67,7 @@ def _fill_experts(
     i: int, moe: MoeSpec, mlp: dict[str, Tensor], experts: dict[str, Tensor], noise: float, generator: torch.Generator
 ) -> None:
     # A router that scales its normalised weights by s makes s times the MLP; experts made 1/s as large undo that.
-    shrink = moe.router.scale if moe.router.norm else 1.0
+    shrink = moe.router.scale if _sums_to_one(moe) else 1.0
     for name, tensor in experts.items():
         if name.startswith("experts."):
             part = name.removeprefix("experts.").removesuffix("_bias")
@@ -78,21 +80,34 @@ def _fill_experts(
                 if noise:
                     drawn = torch.randn(copy.shape, generator=generator) * (noise * float(copy.std()))
                     expert.add_(drawn.to(expert.dtype))
+        elif name.startswith("shared.") and _mixes_copies(moe):
+            _copy(f"layers.{i}.moe.{name}", mlp[name.removeprefix("shared.")], tensor)
         elif name.startswith("shared.down"):
             tensor.zero_()
+
+
+def _sums_to_one(moe: MoeSpec) -> bool:
+    """Whether the weights of a token's experts sum to one, before the router's scale."""
+    return moe.router.norm or (moe.router.when == "post" and moe.router.score == "softmax")
+
+
+def _mixes_copies(moe: MoeSpec) -> bool:
+    """Whether the shared expert should be a copy of the MLP too: any mix of two copies is the MLP again."""
+    return moe.shared_combine == "learned" and moe.shared is not None and _mlp_difference(moe.shared, moe.expert) is None
 
 
 def _notes(moe: MoeSpec) -> list[str]:
     notes = []
     if moe.router.apply == "input":
         notes.append("Router weights multiply the experts' input, so the first loss differs from the dense model's.")
-    elif not moe.router.norm and moe.router.when == "pre":
+    elif not _sums_to_one(moe):
         notes.append(
             "The chosen experts' weights do not sum to one (the router does not normalise), so the first loss is "
             "higher than the dense model's."
         )
-    if moe.shared is not None:
-        notes.append("The shared expert starts with a zero output projection, so that it adds nothing at first.")
+    if moe.shared is None or _mixes_copies(moe):
+        return notes
+    notes.append("The shared expert starts with a zero output projection, so that it adds nothing at first.")
     if moe.shared_combine == "learned":
         notes.append("The learned mix with the shared expert halves the experts' share at first.")
     return notes
@@ -127,6 +142,8 @@ def _differences(dense: ModelSpec, target: ModelSpec) -> list[str]:
         layers = [{"attention": layer.attention.model_dump()} for layer in spec.layers]
         return spec.model_dump(exclude=other) | {"layers": layers}
 
+    if dense.tied_embeddings:
+        other.add("tied_embeddings")  # two copies of one matrix are as good as one
     found = difference(outline(dense), outline(target), "the dense model")
     return [f"{found}, so the first loss differs from the dense model's."] if found else []
 
