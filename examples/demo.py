@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -29,7 +30,6 @@ LIMIT, QUICK_LIMIT = 20_000_000, 1_500_000
 PROMPTS = (
     'class Stack:\n    """A stack of items."""\n\n    def __init__(self',
     "def read_config(path",
-    "import os\nimport sys\n",
 )
 QUICK = (
     "model.vocab_size=1024",
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         return code
 
     console.rule("4. A sample")
-    console.print(write_sample(folder, 60 if options.quick else 160), markup=False)
+    console.print(write_sample(folder, 60 if options.quick else 140), markup=False)
 
     console.rule("5. Result")
     show_result(console, folder)
@@ -189,6 +189,9 @@ def show_result(console: Console, folder: Path) -> None:
         table.add_row(f"{name} counts", f"{numbers['loss']:.3f}", f"{numbers['bits_per_byte']:.3f}")
     table.add_row("this model", f"{held:.3f}", f"{bits:.3f}", style="bold")
     console.print(table)
+    for name in ("unigram", "bigram"):
+        gain = float(record.baselines[name]["loss"]) - (held or math.inf)
+        console.print(f"{abs(gain):.3f} nats per token {'below' if gain > 0 else 'ABOVE'} {name} counts")
 
     experts = sum(len(load) for _, load in final_loads(record))
     alive = experts - len(dead_experts(record))
