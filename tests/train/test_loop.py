@@ -11,6 +11,7 @@ import tomllib
 import pytest
 import torch
 
+from moesaic.mesh.device import Device
 from moesaic.spec.errors import MoesaicError
 from moesaic.train import loop
 from moesaic.train.checkpoint import Checkpoints, load_model_checkpoint
@@ -180,6 +181,16 @@ def test_other_tokens_and_another_number_of_threads_are_said(make_run, console, 
     said = console.file.getvalue()
     assert "what data.path names has changed" in said
     assert "step-2 was computed with 1 threads and the run goes on with 2" in said
+
+
+def test_a_run_goes_on_on_another_kind_of_device(make_run, console, monkeypatch):
+    sets = ("train.steps=2", "train.warmup_steps=1")
+    assert loop.train(make_run("run", *sets), console=console) == 0
+    real = Device.rng_state
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "rng_state", lambda self: real(self) | {"cuda": torch.zeros(16, dtype=torch.uint8)})
+        assert loop.train(make_run("run", *sets), resume=True, console=console) == 0
+    assert "another kind of device: cuda draws anew" in console.file.getvalue()
 
 
 def test_resuming_a_finished_run_changes_nothing(make_run, console, tmp_path, metrics):

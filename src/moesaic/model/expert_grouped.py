@@ -28,8 +28,20 @@ def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
     """Sum of each expert's rows, [E, N]."""
     rows = torch.arange(values_RN.shape[0], device=values_RN.device)
     experts_R = torch.searchsorted(offsets_E, rows, right=True)
-    sums_EN = values_RN.new_zeros(offsets_E.shape[0], values_RN.shape[1])
-    return sums_EN.index_add_(0, experts_R, values_RN)
+    wide = torch.promote_types(values_RN.dtype, torch.float32)  # thousands of rows added in bf16 would lose the last
+    sums_EN = values_RN.new_zeros(offsets_E.shape[0], values_RN.shape[1], dtype=wide)
+    return sums_EN.index_add_(0, experts_R, values_RN.to(wide)).to(values_RN.dtype)
+
+
+def _sum_per_token(values_RN: Tensor, rows: SortedRows, top_k: int) -> Tensor:
+    """Sum of each token's K rows in fp32, [T, N] in the type of the rows.
+
+    Gathered, not added by index: on a GPU that adds in any order, and a resumed run would differ from its first life.
+    """
+    place_R = torch.empty_like(rows.order_R)
+    place_R[rows.order_R] = torch.arange(len(place_R), device=place_R.device)
+    values_TKN = values_RN.index_select(0, place_R).unflatten(0, (-1, top_k))
+    return values_TKN.sum(1, dtype=torch.promote_types(values_RN.dtype, torch.float32)).to(values_RN.dtype)
 
 
 def grouped_forward(
@@ -122,8 +134,7 @@ class GroupedExperts(torch.autograd.Function):
         )
         ctx.module, ctx.rows, ctx.shape_TK = module, rows, ids_TK.shape
         ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, up_EGD, down_EDF, *biases)
-        y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-        return y_TD.index_add_(0, rows.tokens_R, y_RD.float()).to(x_TD.dtype)
+        return _sum_per_token(y_RD, rows, ids_TK.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -139,8 +150,7 @@ class GroupedExperts(torch.autograd.Function):
         if grad_weight_R is None:
             grad_weight_R = (grad_x_RD * plain_RD).sum(1)
             grad_x_RD = grad_x_RD * weight_R[:, None]
-        grad_x_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-        grad_x_TD.index_add_(0, rows.tokens_R, grad_x_RD.float())
+        grad_x_TD = _sum_per_token(grad_x_RD, rows, ctx.shape_TK[1])
         grad_weights_TK = torch.empty(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows.order_R, grad_weight_R.float())
-        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK, *grads
+        return None, grad_x_TD, None, grad_weights_TK, *grads

@@ -222,6 +222,11 @@ def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer
         notes.append(f"{path} has no selection biases: they start from zero.")
     for name in unsaved:
         del state["model"][name]
+    elsewhere = [name for name in state["rng"] if f"rng.{name}" not in saved]
+    if elsewhere:
+        notes.append(f"{path} was written on another kind of device: {', '.join(elsewhere)} draws anew from the seed.")
+    for name in elsewhere:
+        del state["rng"][name]
     checkpoint.read(path, state)
     optimizer.round_masters()
     device().set_rng_state(state["rng"])

@@ -93,7 +93,9 @@ def _sums_to_one(moe: MoeSpec) -> bool:
 
 def _mixes_copies(moe: MoeSpec) -> bool:
     """Whether the shared expert should be a copy of the MLP too: any mix of two copies is the MLP again."""
-    return moe.shared_combine == "learned" and moe.shared is not None and _mlp_difference(moe.shared, moe.expert) is None
+    return (
+        moe.shared_combine == "learned" and moe.shared is not None and _mlp_difference(moe.shared, moe.expert) is None
+    )
 
 
 def _notes(moe: MoeSpec) -> list[str]:
