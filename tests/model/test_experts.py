@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -234,6 +236,25 @@ def test_training_after_inference_mode(threads):
         y = module(x, ids, weights)
         y.sum().backward()
         assert torch.equal(inferred, y)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_workers_of_its_own():
+    def body(spans, out):
+        out.add_(1)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        spans, like = [(0, 0, 3), (1, 3, 6)], torch.zeros(6, 2)
+        expected = run_experts(spans, body, like, torch.float32)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # waiting for threads that are not there would never end
+            os._exit(0 if torch.equal(run_experts(spans, body, like, torch.float32), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(before)
 

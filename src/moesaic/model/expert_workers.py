@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -28,6 +29,9 @@ MAX_IMBALANCE = 1.2
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, "experts", initializer=torch.set_num_threads, initargs=(1,))
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
 def share_out(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:
