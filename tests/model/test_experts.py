@@ -240,6 +240,19 @@ def test_training_after_inference_mode(threads):
         torch.set_num_threads(before)
 
 
+def test_workers_leave_the_number_of_threads_of_others_alone():
+    before, seen = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(3)
+        run_experts([(e, e, e + 1) for e in range(3)], lambda spans, out: None, torch.zeros(3, 2), torch.float32)
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_workers_of_its_own():
     def body(spans, out):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -28,7 +29,14 @@ MAX_IMBALANCE = 1.2
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, "experts", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(workers, "experts", initializer=torch.set_num_threads, initargs=(1,))
+    # What a thread sets is also the default of threads started later, so it is put right once all workers have theirs.
+    started = threading.Barrier(workers + 1)
+    for _ in range(workers):
+        pool.submit(started.wait)
+    started.wait()
+    torch.set_num_threads(workers)
+    return pool
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork

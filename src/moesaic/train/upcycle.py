@@ -79,7 +79,7 @@ def _fill_experts(
                 _copy(f"layers.{i}.moe.{name}", copy, expert)
                 if noise:
                     drawn = torch.randn(copy.shape, generator=generator) * (noise * float(copy.std()))
-                    expert.add_(drawn.to(expert.dtype))
+                    expert.add_(drawn.to(expert))
         elif name.startswith("shared.") and _mixes_copies(moe):
             _copy(f"layers.{i}.moe.{name}", mlp[name.removeprefix("shared.")], tensor)
         elif name.startswith("shared.down"):
