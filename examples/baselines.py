@@ -87,13 +87,13 @@ def pairs_of(batches: Iterable[object]) -> tuple[Ids, Ids, int]:
     return np.concatenate(inputs), np.concatenate(labels), size
 
 
-def measure(train: object, validation: object, vocab: int) -> dict[str, dict[str, float | str]]:
-    """{"unigram" | "bigram": {"loss", "bits_per_byte", "smoothing"}} on all of `validation`, counted on `train`."""
+def measure(train: object, batches: Iterable[object], vocab: int) -> dict[str, dict[str, float | str]]:
+    """{"unigram" | "bigram": {"loss", "bits_per_byte", "smoothing"}} on `batches`, counted on all of `train`."""
 
     def documents() -> Iterator[Ids]:
         return train.document_tokens()  # type: ignore[attr-defined,no-any-return]
 
-    inputs, labels, size = pairs_of(validation.once())  # type: ignore[attr-defined]
+    inputs, labels, size = pairs_of(batches)
     found = {
         "unigram": unigram(documents(), labels, vocab),
         "bigram": bigram(documents(), inputs, labels, vocab),

@@ -25,8 +25,11 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 RUN_FILE = HERE / "demo.toml"
-NOT_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-"""Folders left out: other people's packages, tests, and tables that are data rather than code."""
+NOT_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"} | {
+    "locale.py",
+    "entities.py",
+}
+"""Folders and files left out: other people's packages, tests, and tables that are data rather than code."""
 LIMIT, QUICK_LIMIT = 20_000_000, 1_500_000
 BASELINES = ("unigram", "bigram")
 PROMPTS = (
@@ -40,7 +43,6 @@ QUICK = (
     "model.head_dim=16",
     "model.moe_intermediate_size=96",
     "data.tokenizer=bpe:1024",
-    "data.validation_fraction=0.02",
     "train.steps=100",
     "train.seq_len=128",
     "train.global_batch=8",
@@ -143,7 +145,12 @@ def measure_baselines(settings: list[str], folder: Path, console: Console) -> di
     run = load_run(RUN_FILE, settings)
     vocab = run.model_spec().vocab
     path = folder / "baselines.json"
-    judged = {"data": run.data.model_dump(), "seq_len": run.train.seq_len, "vocab": vocab}
+    judged = {
+        "data": run.data.model_dump(),
+        "seq_len": run.train.seq_len,
+        "vocab": vocab,
+        "batches": run.train.eval_batches,
+    }
     if path.is_file():
         known = json.loads(path.read_text(encoding="utf-8"))
         if known.get("judged") == judged:
@@ -154,7 +161,8 @@ def measure_baselines(settings: list[str], folder: Path, console: Console) -> di
 
     data = build_data(run, vocab, os.environ["MOESAIC_CACHE"], console)
     assert data.validation is not None
-    found = {**measure(data.train, data.validation, vocab), "judged": judged}
+    sequences = run.train.eval_batches * run.layout.micro_batch or None
+    found = {**measure(data.train, data.validation.once(sequences), vocab), "judged": judged}
     folder.mkdir(parents=True, exist_ok=True)
     write(path, json.dumps(found, indent=1))
     return found
