@@ -121,8 +121,11 @@ class GroupedExperts(torch.autograd.Function):
         weights_TK: Tensor,
         up_EGD: Tensor,
         down_EDF: Tensor,
-        *biases: Tensor | None,
+        up_bias_EG: Tensor | None,
+        down_bias_ED: Tensor | None,
+        keep: bool,
     ) -> Tensor:
+        parameters = (up_EGD, down_EDF, up_bias_EG, down_bias_ED)
         rows = SortedRows.sort(ids_TK, up_EGD.shape[0])
         ends_E = rows.ends_E.to(torch.int32)
         weight_R = weights_TK.reshape(-1).index_select(0, rows.order_R).to(x_TD.dtype)
@@ -130,10 +133,11 @@ class GroupedExperts(torch.autograd.Function):
         if module.weights_on_input:
             x_RD.mul_(weight_R[:, None])
         y_RD, h_RG = grouped_forward(
-            module.kind, x_RD, None if module.weights_on_input else weight_R, ends_E, up_EGD, down_EDF, *biases
+            module.kind, x_RD, None if module.weights_on_input else weight_R, ends_E, *parameters
         )
-        ctx.module, ctx.rows, ctx.shape_TK = module, rows, ids_TK.shape
-        ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, up_EGD, down_EDF, *biases)
+        if keep:
+            ctx.module, ctx.rows, ctx.shape_TK = module, rows, ids_TK.shape
+            ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, *parameters)
         return _sum_per_token(y_RD, rows, ids_TK.shape[1])
 
     @staticmethod
@@ -153,4 +157,4 @@ class GroupedExperts(torch.autograd.Function):
         grad_x_TD = _sum_per_token(grad_x_RD, rows, ctx.shape_TK[1])
         grad_weights_TK = torch.empty(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows.order_R, grad_weight_R.float())
-        return None, grad_x_TD, None, grad_weights_TK, *grads
+        return None, grad_x_TD, None, grad_weights_TK, *grads, None

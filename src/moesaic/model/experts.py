@@ -32,7 +32,7 @@ from moesaic.spec.model import MoeSpec
 
 
 class _ExpertByExpert(torch.autograd.Function):
-    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts."""
+    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts. Without `keep` there is no backward."""
 
     @staticmethod
     def forward(
@@ -45,12 +45,12 @@ class _ExpertByExpert(torch.autograd.Function):
         down_EDF: Tensor,
         up_bias_EG: Tensor | None,
         down_bias_ED: Tensor | None,
+        keep: bool,
     ) -> Tensor:
         dtype = compute_dtype(x_TD)
         rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0])
         weights_R = weights_TK.reshape(-1).index_select(0, rows_by_expert.order_R).to(dtype)
-        training = any(ctx.needs_input_grad)
-        h_RG = POOL.take((len(rows_by_expert.order_R) if training else 0, up_EGD.shape[1]), x_TD)
+        h_RG = POOL.take((len(rows_by_expert.order_R) if keep else 0, up_EGD.shape[1]), x_TD)
 
         def run(spans: list[Span], y_TD: Tensor) -> None:
             for e, start, end in spans:
@@ -66,12 +66,12 @@ class _ExpertByExpert(torch.autograd.Function):
                         weights,
                         x_nD,
                         None if module.weights_on_input else weight_n,
-                        h_RG[rows] if training else None,
+                        h_RG[rows] if keep else None,
                     )
                     y_TD.index_add_(0, tokens_n, y_nD)
 
         y_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
-        if training:
+        if keep:
             ctx.module, ctx.rows_by_expert, ctx.shape_TK = module, rows_by_expert, ids_TK.shape
             ctx.save_for_backward(x_TD, weights_R, h_RG, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
         return y_TD.to(x_TD.dtype)
@@ -83,7 +83,7 @@ class _ExpertByExpert(torch.autograd.Function):
         x_TD, weights_R, h_RG, *parameters = ctx.saved_tensors
         module, rows_by_expert = ctx.module, ctx.rows_by_expert
         dtype = compute_dtype(x_TD)
-        _, _, _, wants_weights, *wanted = ctx.needs_input_grad
+        _, _, _, wants_weights, *wanted, _ = ctx.needs_input_grad
         into, in_place = _gradients(module, parameters, wanted)
         grad_weights_R = torch.zeros_like(weights_R)
         grad_y_TD = grad_y_TD.contiguous()
@@ -122,7 +122,7 @@ class _ExpertByExpert(torch.autograd.Function):
         grad_weights_TK = torch.empty(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows_by_expert.order_R, grad_weights_R)
         returned = [None if in_place else g for g in into]
-        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned
+        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned, None
 
 
 def _expert_weights(
@@ -190,6 +190,7 @@ class Experts(nn.Module):
             self.down,
             getattr(self, self.up_name + "_bias"),
             self.down_bias,
+            torch.is_grad_enabled(),
         )
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:

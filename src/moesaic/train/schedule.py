@@ -21,7 +21,7 @@ def learning_rate(step: int, keys: TrainTable) -> float:
     if keys.schedule == "cosine":
         progress = (step - keys.warmup_steps) / max(1, keys.steps - keys.warmup_steps)
         return floor + (keys.lr - floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    if keys.schedule == "wsd":
+    if keys.schedule == "wsd" and keys.decay_fraction:
         decay_steps = max(1, round(keys.decay_fraction * keys.steps))
         progress = (step - (keys.steps - decay_steps)) / decay_steps
         return floor + (keys.lr - floor) * (1 - math.sqrt(min(1.0, max(0.0, progress))))
