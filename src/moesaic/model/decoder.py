@@ -158,13 +158,14 @@ class Decoder(nn.Module):
         routings.append((router, routing))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
-        largest, smallest = int(ids_BS.max()), int(ids_BS.min())
-        if largest >= self.spec.vocab or smallest < 0:
-            wrong = largest if largest >= self.spec.vocab else smallest
-            raise MoesaicError(
-                f"token id {wrong} is outside the vocabulary of {self.spec.vocab} (ids 0 to {self.spec.vocab - 1}); "
-                "use the tokenizer of this model or a model with a larger vocabulary"
-            )
+        if ids_BS.device.type == "cpu":  # elsewhere looking would wait for the device, and the lookup itself checks
+            largest, smallest = int(ids_BS.max()), int(ids_BS.min())
+            if largest >= self.spec.vocab or smallest < 0:
+                wrong = largest if largest >= self.spec.vocab else smallest
+                raise MoesaicError(
+                    f"token id {wrong} is outside the vocabulary of {self.spec.vocab} (ids 0 to "
+                    f"{self.spec.vocab - 1}); use the tokenizer of this model or a model with a larger vocabulary"
+                )
         x_TD = self.embed(ids_BS.flatten())
         return x_TD if self.spec.embedding_scale == 1.0 else x_TD * self.spec.embedding_scale
 
