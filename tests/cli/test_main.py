@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -75,6 +76,40 @@ def test_missing_extra_says_what_to_install(
     monkeypatch.setattr(cli, "_load", lambda target: needs_torch)
     assert main(["train"]) == 2
     assert "pip install 'moesaic[train]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out/file", None])
+def test_a_full_disk_is_one_line(
+    name: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    monkeypatch.setattr(cli, "_load", lambda target: full)
+    assert main(["report"]) == 2
+    shown = capsys.readouterr().err
+    assert "No space left on device" in shown and shown.count("\n") == 1
+
+
+def test_letters_that_the_terminal_lacks_are_no_error() -> None:
+    done = run_python("-X", "utf8=0", "-c", "import sys; sys.stdout.reconfigure(encoding='ascii');"
+                      "from moesaic.cli.main import run; sys.argv[1:] = ['explain', 'train.steps']; run()")  # fmt: skip
+    assert done.returncode == 0 and "\\u2265 1" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "run", "--seed", "9" * 30],
+        ["generate", "run", "--seed", "-1"],
+        ["generate", "run", "--temperature", "nan"],
+        *(["export", "run", "out", "--max-shard-gb", value] for value in ("nan", "inf", "-1", "0")),
+        ["model", "Mixtral-8x7B", "--seq-len", "9" * 400],
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"moesaic: Invalid value for '{arguments[-2]}'")
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,13 @@ import pytest
 from moesaic.spec.errors import SpecError
 from moesaic.spec.families import load_model_spec
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 @pytest.mark.parametrize(

@@ -85,3 +85,9 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     save_model_checkpoint(decoder, decoder.spec, tmp_path / "small")
     with pytest.raises(MoesaicError, match=r"token id 120, but .* knows 100 ids"):
         list(continue_text(tmp_path / "small", "x", 3, temperature=1.0, top_k=0, seed=0, tokenizer="bytes"))
+
+
+def test_no_temperature_is_too_low() -> None:
+    logits_V = torch.tensor([1.0, 3.0, 2.0, 3.0 - 1e-6])
+    for temperature in (1e-320, 1e-40, 1e-9):
+        assert sample(logits_V, temperature, 0, torch.Generator().manual_seed(0)) == 1

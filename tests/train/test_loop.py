@@ -259,6 +259,24 @@ def test_a_non_finite_loss_stops_with_4_names_the_module_and_keeps_the_checkpoin
     assert loop.train(run, resume=True, console=console) == 0
 
 
+@pytest.mark.parametrize("steps", ["1", "4"])
+def test_weights_that_an_update_broke_are_not_saved(make_run, console, tmp_path, steps):
+    run = make_run("broken", "train.lr=1e38", "train.weight_decay=1e38", "train.warmup_steps=0", f"train.steps={steps}",
+                   "train.checkpoint_every=1", "train.keep_checkpoints=1")  # fmt: skip
+    with pytest.raises(
+        MoesaicError, match=r"Step 1: after its update the weights `\S+` hold \w+\. No checkpoint"
+    ) as caught:
+        loop.train(run, console=console)
+    assert caught.value.exit_code == 4
+    assert Checkpoints(tmp_path / "broken" / "checkpoints", 0).all() == []
+
+
+def test_a_model_beyond_the_memory_is_refused_before_it_is_made(make_run, console):
+    run = make_run("huge", "model.num_local_experts=1000000000")
+    with pytest.raises(MoesaicError, match=r"parameters, which with gradients .* take [\d,.]+ GiB, and .* are free"):
+        loop.train(run, console=console)
+
+
 def test_a_diverging_run_stops_with_4(make_run, console):
     run = make_run("diverging", "train.lr=1e38", "train.clip=0", "train.warmup_steps=0")
     with pytest.raises(MoesaicError, match="Step 2") as caught:

@@ -14,7 +14,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many likeliest tokens; 0 among all.")] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
     tokenizer: Annotated[
         str | None, typer.Option(help='"bytes", a tokenizer.json or its folder; by default the run\'s own.')
     ] = None,

@@ -33,7 +33,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder to write.", metavar="HF_FOLDER")],
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; empty: as trained.")] = "",
     family: Annotated[str, typer.Option(help="model_type to write as; 'moesaic' keeps our names.")] = "",
-    max_shard_gb: Annotated[float, typer.Option(help="Largest file, in 10^9 bytes.")] = 5.0,
+    max_shard_gb: Annotated[float, typer.Option(min=1e-9, max=1e9, help="Largest file, in 10^9 bytes.")] = 5.0,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer files to copy.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace HF_FOLDER if it exists.")] = False,
 ) -> None:

@@ -6,7 +6,9 @@ start at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -45,9 +47,11 @@ def main(arguments: Sequence[str]) -> int:
             raise
         return _fail(f"this command needs {error.name}, which is not installed: pip install 'moesaic[train]'.", 2)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            return _fail(f"{error.filename}: {error.strerror}.", 2)
+        if error.errno not in _NO_ROOM:
             raise
-        return _fail(f"{error.filename}: {error.strerror}.", 2)
+        return _fail(f"{error.strerror}: what was being written is not whole. Make room and try again.", 2)
     except Exception as error:
         if not _is_usage_error(error):
             raise
@@ -59,9 +63,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def run() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a letter, or a path that is not UTF-8, is no reason to stop.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _INTERRUPTED = 130
 """What typer returns for Ctrl-C that no command handled."""
 

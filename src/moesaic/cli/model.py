@@ -18,7 +18,10 @@ def model(
     seq_len: Annotated[
         int | None,
         typer.Option(
-            "--seq-len", min=1, help="Tokens per sequence [default: 4096, or the model's most if that is less]"
+            "--seq-len",
+            min=1,
+            max=2**40,
+            help="Tokens per sequence [default: 4096, or the model's most if that is less]",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

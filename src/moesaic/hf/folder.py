@@ -14,6 +14,7 @@ from moesaic.hf.errors import WeightsError
 from moesaic.hf.export import SHARD_BYTES, Exported
 from moesaic.hf.load import Imported, Progress
 from moesaic.hf.mapping import rules
+from moesaic.mesh.device import free_host_memory_bytes
 from moesaic.model.decoder import Decoder
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.model import ModelSpec
@@ -65,13 +66,9 @@ def load_decoder(
 
 def _check_memory(spec: ModelSpec, dtype: torch.dtype) -> None:
     """Refuses a model that this machine has no room for, where it says how much it has (Linux)."""
-    try:
-        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
-    except OSError:
-        return
-    free = sum(int(line[1]) for line in lines if line[0] in ("MemAvailable:", "SwapFree:")) * 1024
+    free = free_host_memory_bytes()
     needed = sum(prod(rule.shape) for rule in rules(spec)) * dtype.itemsize
-    if needed > free:
+    if free is not None and needed > free:
         raise WeightsError(
             f"{spec.name} takes {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')} and {free / 2**30:.1f} "
             "GiB of memory are free; use bf16, or a machine with more memory."

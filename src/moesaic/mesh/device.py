@@ -82,6 +82,12 @@ class Device:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
+    def free_memory_bytes(self) -> int | None:
+        """Bytes that new tensors could still take; None where the system does not say."""
+        if self.kind == "cuda":
+            return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        return free_host_memory_bytes()
+
     def manual_seed(self, seed: int) -> None:
         """Seed the generators of the CPU and of the device."""
         torch.manual_seed(seed)
@@ -116,6 +122,15 @@ class Device:
         if self.kind == "cpu" and dtype == torch.bfloat16 and not bf16_is_native():
             dtype = torch.float32
         return _measure_matmul(self.kind, str(self.torch_device), dtype, torch.get_num_threads())
+
+
+def free_host_memory_bytes() -> int | None:
+    """Bytes of main memory and swap that are available; None where the system does not say (all but Linux)."""
+    try:
+        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    except OSError:
+        return None
+    return sum(int(line[1]) for line in lines if line[0] in ("MemAvailable:", "SwapFree:")) * 1024
 
 
 @functools.cache

@@ -37,6 +37,7 @@ from moesaic import __version__
 from moesaic.model.decoder import Decoder
 from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import ModelSpec
+from moesaic.train.memory import require_memory
 
 State = dict[str, Any]
 """Nested dicts with tensors at the leaves."""
@@ -228,10 +229,10 @@ def damage(folder: Path) -> str | None:
     if not marker.is_file():
         return "complete.json is missing"
     try:
-        sizes = json.loads(marker.read_text())["bytes"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sizes = list(json.loads(marker.read_text())["bytes"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"complete.json cannot be read: {error}"
-    for name, size in sizes.items():
+    for name, size in sizes:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -281,8 +282,10 @@ def read_progress(folder: Path) -> dict[str, Any]:
     """What trainer.json says: step, tokens, seconds, dtype, versions."""
     try:
         progress: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'trainer.json'} cannot be read: {error}.") from error
+        if progress["dtype"] not in _DTYPES or any(progress[key] < 0 for key in ("step", "tokens", "seconds")):
+            raise ValueError("a value is not one that training writes")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'trainer.json'} cannot be read: {error!r}.") from error
     return progress
 
 
@@ -365,7 +368,8 @@ def save_model_checkpoint(decoder: Decoder, spec: ModelSpec, folder: str | Path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise CheckpointError(_why_not_saved(folder.parent, error)) from error
+        first = next((e for e in _causes(error) if isinstance(e, OSError)), error)
+        raise CheckpointError(f"{folder} could not be written ({first}); nothing is left of it.") from error
 
 
 def load_model_checkpoint(folder: str | Path, dtype: torch.dtype | None = None) -> Decoder:
@@ -373,7 +377,9 @@ def load_model_checkpoint(folder: str | Path, dtype: torch.dtype | None = None) 
     it was trained in. `decoder.spec` is its ModelSpec. Raises CheckpointError."""
     path = find(folder)
     spec = read_spec(path)
-    decoder = Decoder(spec, dtype=dtype or _DTYPES[read_progress(path)["dtype"]])
+    dtype = dtype or _DTYPES[read_progress(path)["dtype"]]
+    require_memory(spec, dtype.itemsize, f"as {dtype_name(dtype)}")
+    decoder = Decoder(spec, dtype=dtype)
     if any(name.endswith(".router.select_bias") for name in saved_names(path)):
         decoder.enable_select_bias()
     read(path, {"model": model_state(decoder)})

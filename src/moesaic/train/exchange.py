@@ -75,8 +75,11 @@ def export_checkpoint(
     The tokenizer's files come from `tokenizer`, else from where the checkpoint was imported or trained.
 
     Raises:
-        MoesaicError: no such checkpoint, or `out` cannot be written; nothing is left behind.
+        MoesaicError: no such checkpoint, no tokenizer where one is named, or `out` cannot be written; nothing is left
+            behind.
     """
+    if tokenizer is not None and not side_files(tokenizer):
+        raise WeightsError(f"{tokenizer} holds no tokenizer files; give a tokenizer.json or its folder.")
     path = find(checkpoint)
     # A run in bf16 keeps its weights in fp32, and the wider types should get those.
     decoder = load_model_checkpoint(path, {"fp32": torch.float32, "fp16": torch.float32}.get(dtype or ""))

@@ -55,7 +55,8 @@ def sample(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Ge
     """One token id from fp32 logits."""
     if temperature <= 0:
         return int(logits_V.argmax())
-    logits_V = logits_V / temperature
+    # The largest becomes 0 first, so that no temperature, however low, divides into infinities.
+    logits_V = ((logits_V - logits_V.max()).double() / temperature).float()
     if 0 < top_k < logits_V.numel():
         least = torch.topk(logits_V, top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
@@ -80,6 +81,8 @@ def continue_text(
     folder = checkpoint.find(path)
     coder = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of(folder)
     decoder = checkpoint.load_model_checkpoint(folder).to(device().torch_device)
+    if prompt.encode("utf-8", "replace").decode() != prompt:
+        raise CheckpointError(f"The prompt {prompt!r} is not UTF-8 text.")
     ids = coder.encode(prompt)
     if not ids:
         ids = [coder.document_end if coder.document_end is not None else 0]

@@ -35,7 +35,7 @@ from moesaic.train.folder import (
     write_resolved,
 )
 from moesaic.train.metrics import Display, MetricsFile, Row, Stopwatch
-from moesaic.train.nonfinite import NonFiniteError
+from moesaic.train.nonfinite import NonFiniteError, not_finite
 from moesaic.train.optimizer import Optimizer
 from moesaic.train.schedule import learning_rate
 from moesaic.train.signals import StopRequest
@@ -125,7 +125,15 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
     if not metrics.has_tensorboard:
         notes.append("tensorboard is not installed, so there are no TensorBoard files.")
 
+    def require_finite_weights() -> None:
+        culprit = not_finite({**decoder.state_dict(), **optimizer.masters})
+        if culprit:
+            checkpoints.wait()
+            raise NonFiniteError(f"Step {step}: after its update {culprit}. {last_checkpoint(checkpoints)}")
+
     def save() -> None:
+        # An update can overflow though loss and gradients were finite; such weights must not push out good ones.
+        require_finite_weights()
         # The line of a saved step must be on the disk first: a resumed run does not write it again.
         metrics.sync()
         texts = checkpoint.describe(
@@ -166,6 +174,7 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
             last = step == keys.steps
             if data.validation is not None and (last or (keys.eval_every and step % keys.eval_every == 0)):
                 with clock.phase("eval"):
+                    require_finite_weights()
                     held_out = evaluate(decoder, data.validation.once(held_out_sequences))
 
             elapsed += clock.total()

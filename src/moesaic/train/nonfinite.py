@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,7 @@ def explain(model: nn.Module, losses: list[Callable[[], Tensor]]) -> str:
     `losses` compute the loss of each micro-batch anew; weights must be as they were when the step failed. Looks in
     this order: weights, outputs of modules in the forward pass, the loss, gradients of modules in the backward pass.
     """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not _finite(tensor):
-            culprit = f"the weights `{name}` hold {_kind(tensor)}"
-            break
-    else:
-        culprit = ""
+    culprit = not_finite({**dict(model.named_parameters()), **dict(model.named_buffers())}) or ""
     for number, loss in enumerate(losses, 1):
         with _Watch(model) as watch:
             value = loss()
@@ -46,6 +41,14 @@ def explain(model: nn.Module, losses: list[Callable[[], Tensor]]) -> str:
             gradient = f"the first non-finite gradient came back to `{watch.first_gradient}`"
             return _join(culprit, f"the forward pass was finite; {gradient}{where}")
     return culprit or "running the step again gave finite numbers, so the cause is not in the weights or the data"
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """A clause that names the first of `tensors` with a NaN or an infinity, None if all are finite."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not _finite(tensor):
+            return f"the weights `{name}` hold {_kind(tensor)}"
+    return None
 
 
 def _join(culprit: str, found: str) -> str:

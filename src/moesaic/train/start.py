@@ -9,13 +9,20 @@ from moesaic.model.decoder import Decoder
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train import upcycle
+from moesaic.train.memory import require_memory
 
 
 def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: list[str]) -> Decoder:
     """The decoder of `spec` with the weights that `model.init` asks for. What should be known is added to `notes`.
 
     Every parameter is first drawn from the seed, so what a source does not give (a new router) is reproducible.
+
+    Raises:
+        MoesaicError: the model and its optimizer do not fit into memory, or the source cannot be read or is of another
+            model.
     """
+    # Gradients, masters and two moments are fp32; parameters in bf16 stand beside their masters.
+    require_memory(spec, 16 + (0 if dtype == torch.float32 else dtype.itemsize), "with gradients and AdamW's moments")
     decoder = Decoder(spec, dtype=dtype, device=device().torch_device)
     decoder.init_weights(run.train.seed)
     if run.model.init == "hf":
