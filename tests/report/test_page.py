@@ -1,10 +1,14 @@
+import errno
 import json
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
-from moesaic.report import read_run, write_report
+import pytest
+
+from moesaic.report import ReportError, read_run, write_report
 from moesaic.report.balance import final_loads
 from moesaic.report.facts import dead_experts
 
@@ -106,3 +110,15 @@ def test_reports_need_no_torch(run_dir):
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_no_part(run_dir, monkeypatch):
+    def full(self, text, **_):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = sorted(run_dir.iterdir())
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ReportError, match=r"report\.html could not be written: No space left on device"):
+        write_report(run_dir)
+    assert sorted(run_dir.iterdir()) == before

@@ -13,7 +13,7 @@ from moesaic.report import balance
 from moesaic.report.charts import Level, Line, line_chart, share_bar, stacked_bars
 from moesaic.report.facts import fact_table, headline, tiles, warnings
 from moesaic.report.numbers import duration, short, smooth
-from moesaic.report.read import RunRecord, read_run
+from moesaic.report.read import ReportError, RunRecord, read_run
 
 PHASE_NAMES = {"eval": "evaluation", "data": "reading data"}
 PHASE_COLOURS = [f"var(--p{index})" for index in range(1, 9)]
@@ -22,13 +22,19 @@ PHASE_COLOURS = [f"var(--p{index})" for index in range(1, 9)]
 def write_report(run_dir: str | Path) -> Path:
     """Write `report.html` into a run's folder from its metrics and return its path.
 
-    Works while the run is still going: it shows the steps so far. Raises ReportError for a folder without metrics.
+    Works while the run is still going: it shows the steps so far. Raises ReportError for a folder without metrics,
+    or one that cannot be written to.
     """
     record = read_run(Path(run_dir))
     path = record.folder / "report.html"
     partial = path.with_name(f".report-{os.getpid()}.html")
-    partial.write_text(render(record), encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(render(record), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ReportError(f"{path} could not be written: {error.strerror}; mend that and run moesaic report.") from None
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

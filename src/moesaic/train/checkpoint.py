@@ -369,7 +369,7 @@ def save_model_checkpoint(decoder: Decoder, spec: ModelSpec, folder: str | Path)
         raise
     except BaseException as error:
         first = next((e for e in _causes(error) if isinstance(e, OSError)), error)
-        raise CheckpointError(f"{folder} could not be written ({first}); nothing is left of it.") from error
+        raise CheckpointError(f"{folder} could not be written: {first}. What was there before is unchanged.") from error
 
 
 def load_model_checkpoint(folder: str | Path, dtype: torch.dtype | None = None) -> Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_same_files_give_the_same_tokenizer(corpus: Path, tmp_path: Path) -> Non
     one = train_bpe(corpus, 300, tmp_path / "one.json")
     two = train_bpe(sorted(corpus.iterdir()), 300, tmp_path / "two.json")
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_full_disk_leaves_no_part(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, text: str, **_: object) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be written: No space left"):
+        train_bpe(corpus, 280, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.lock"]
 
 
 def test_bad_sizes_and_files_get_a_sentence(corpus: Path, tmp_path: Path) -> None:

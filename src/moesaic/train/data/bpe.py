@@ -72,10 +72,20 @@ def train_bpe(
                 f"fewer than the {vocab:,} asked for; ask for {found:,} or give more text."
             )
         for path, content in ((target, backend.to_str(pretty=False)), (record, json.dumps(wanted))):
-            part = path.with_name(path.name + ".part")
-            part.write_text(content, encoding="utf-8")
-            os.replace(part, path)
+            write_whole(path, content)
     return target
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Writes a file whole or not at all. Raises DataError, a full disk among the reasons."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(content, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}; make room or set MOESAIC_CACHE.") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def as_source(files: str | Path | Sequence[str | Path] | Source) -> Source:
