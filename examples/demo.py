@@ -1,7 +1,7 @@
 """Train a small mixture of experts on Python's own source and look at the result: `make demo`.
 
     python examples/demo.py            a few minutes on two cores
-    python examples/demo.py --quick    half a minute, a much smaller model
+    python examples/demo.py --quick    half a minute, a much smaller model that learns little
     python examples/demo.py --fresh    from the start, although a run is there
 
 Everything is kept: stopped or killed at any moment, the same command goes on where it was and ends at the same loss.
@@ -44,6 +44,7 @@ QUICK = (
     "model.moe_intermediate_size=96",
     "data.tokenizer=bpe:1024",
     "train.steps=100",
+    "train.lr=3e-3",
     "train.seq_len=128",
     "train.global_batch=8",
     "train.warmup_steps=10",
@@ -210,6 +211,8 @@ def show_result(console: Console, folder: Path) -> None:
     for name in BASELINES:
         gain = float(record.baselines[name]["loss"]) - (held or math.inf)
         console.print(f"{abs(gain):.3f} nats per token {'below' if gain > 0 else 'ABOVE'} {name} counts")
+    if record.run["train"]["steps"] < 500:
+        console.print("(--quick is too short to get below the bigram.)")
 
     experts = sum(len(load) for _, load in final_loads(record))
     alive = experts - len(dead_experts(record))
