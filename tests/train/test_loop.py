@@ -169,6 +169,14 @@ def test_a_run_can_be_lengthened_and_what_changed_is_said(make_run, console, tmp
     assert "train.steps was 6 when step-6 was written and is 8 now" in console.file.getvalue()
 
 
+def test_a_run_cannot_be_shortened_below_what_it_has_done(make_run, console, tmp_path):
+    loop.train(make_run("shortened", "train.steps=4"), console=console)
+    before = (tmp_path / "shortened" / "run.toml").read_text()
+    with pytest.raises(MoesaicError, match=r"step-4 was written after step 4, beyond train\.steps = 3"):
+        loop.train(make_run("shortened", "train.steps=3"), resume=True, console=console)
+    assert (tmp_path / "shortened" / "run.toml").read_text() == before
+
+
 def test_other_tokens_and_another_number_of_threads_are_said(make_run, console, tmp_path, text_file):
     text = tmp_path / "text.jsonl"
     text.write_text(text_file.read_text())

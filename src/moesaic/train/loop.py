@@ -115,6 +115,11 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
             progress = _restore(newest, spec, decoder, optimizer, notes)
             step, total_tokens, elapsed = progress["step"], progress["tokens"], progress["seconds"]
             saved_step = step
+            if step > keys.steps:
+                raise RunError(
+                    f"{newest} was written after step {step}, beyond train.steps = {keys.steps}: raise train.steps to "
+                    f"{step} or more, or choose another folder with --set run.dir=…."
+                )
             notes += _other_conditions(newest, progress, data.content, threads)
             notes.append(f"Going on after step {step} from {newest}.")
     write_resolved(folder, run)
