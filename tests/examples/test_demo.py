@@ -48,7 +48,7 @@ def test_the_demo_killed_twice_ends_as_the_undisturbed_one(tmp_path):
         "unigram",
         "bigram",
         "this model",
-        "16 of 16 experts alive",
+        "32 of 32 experts alive",
         "report.html",
         "metrics.jsonl",
         "step-",
