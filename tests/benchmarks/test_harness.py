@@ -153,7 +153,7 @@ def test_a_run_with_moesaic_alone(tmp_path: Path) -> None:
         str(tmp_path / "none"),
     ]
     command += ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md"), "--profile", "moesaic"]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, check=True, capture_output=True, timeout=1500)
     record = json.loads((tmp_path / "out.json").read_text())
     assert len(record["cells"]) == 2
     for cell in record["cells"]:

@@ -35,7 +35,7 @@ def test_the_demo_model_has_the_size_that_its_run_file_says():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_demo_killed_twice_ends_as_the_undisturbed_one(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "kill_demo.py"), "--kills", "2", "--dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

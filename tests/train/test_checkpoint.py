@@ -275,7 +275,11 @@ def test_sigkill_at_any_point_leaves_a_checkpoint_that_resumes_bit_for_bit(
         plan.append([str(tmp_path / f"{name}.toml"), point])
     driver = Path(__file__).with_name("killed_runs.py")
     done = subprocess.run(
-        [sys.executable, str(driver), json.dumps(plan)], capture_output=True, text=True, timeout=280, env=_environment()
+        [sys.executable, str(driver), json.dumps(plan)],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env=_environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     deaths = json.loads(done.stdout.splitlines()[-1])

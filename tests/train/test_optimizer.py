@@ -71,6 +71,21 @@ def test_bf16_parameters_are_the_rounded_fp32_masters_of_a_reference():
             assert torch.equal(p.detach(), optimizer.masters[name].detach().bfloat16()), name
 
 
+def test_masters_of_a_model_built_in_fp32_start_unrounded():
+    torch.manual_seed(0)
+    model = Small()
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(model, dtype=torch.bfloat16, **settings())
+    for name, p in model.named_parameters():
+        assert torch.equal(optimizer.masters[name].detach(), exact[name])
+        assert torch.equal(p.detach(), exact[name].bfloat16())
+    model(torch.randn(7, 6).bfloat16()).float().pow(2).mean().backward()
+    optimizer.step(1e-2)
+    for name, p in model.named_parameters():
+        assert not torch.equal(optimizer.masters[name].detach(), exact[name])
+        assert torch.equal(p.detach(), optimizer.masters[name].detach().bfloat16())
+
+
 def test_bf16_gradients_add_up_in_fp32():
     """512 gradients of 1 + 2⁻⁷: in bf16 the sum would stop growing at 256."""
     parameter = nn.Linear(1, 1, bias=False).bfloat16()

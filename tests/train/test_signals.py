@@ -39,6 +39,6 @@ def test_the_second_leaves_at_once_even_out_of_a_loop_that_never_looks():
         "finally:\n"
         "    print('cleaned up')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "cleaned up" not in done.stdout and "Traceback" not in done.stderr

@@ -88,7 +88,9 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
     decoder = initial_decoder(run, spec, dtype, notes)
     if run.balance.bias_update:
         decoder.enable_select_bias()
-    optimizer = Optimizer(decoder, beta1=keys.beta1, beta2=keys.beta2, eps=keys.eps, weight_decay=keys.weight_decay)
+    optimizer = Optimizer(
+        decoder, dtype=dtype, beta1=keys.beta1, beta2=keys.beta2, eps=keys.eps, weight_decay=keys.weight_decay
+    )
     weights = LossWeights(
         z=run.balance.z_loss,
         batch_aux=run.balance.batch_aux,

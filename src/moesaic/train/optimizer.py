@@ -24,17 +24,26 @@ def decays(name: str, parameter: Tensor) -> bool:
 class Optimizer:
     """AdamW (arXiv 1711.05101) for the parameters of `model`.
 
-    Set the learning rate with `step(lr)`. `masters` maps parameter names to the fp32 tensors that are stepped;
-    their `.grad` is where gradients are to be read and clipped.
+    With `dtype` bf16, a model built in fp32 computes in bf16 from here on: its weights become the masters, unrounded,
+    and its parameters their rounded copies. Set the learning rate with `step(lr)`. `masters` maps parameter names to
+    the fp32 tensors that are stepped; their `.grad` is where gradients are to be read and clipped.
     """
 
     def __init__(
-        self, model: nn.Module, *, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, weight_decay: float = 0.1
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
     ) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
-            self.masters[name] = parameter if parameter.dtype == torch.float32 else self._make_master(parameter)
+            same = parameter.dtype == torch.float32 == (dtype or parameter.dtype)
+            self.masters[name] = parameter if same else self._make_master(parameter, dtype or parameter.dtype)
         # Without hooks in the way, experts can add to a gradient in place instead of making one to be added.
         for module in model.modules():
             if isinstance(module, Experts):
@@ -55,8 +64,9 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
             }
 
-    def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _make_master(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         master = nn.Parameter(parameter.detach().float())
+        parameter.data = master.detach().to(dtype)
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None

@@ -15,6 +15,7 @@ from moesaic.train.memory import require_memory
 def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: list[str]) -> Decoder:
     """The decoder of `spec` with the weights that `model.init` asks for. What should be known is added to `notes`.
 
+    It is in fp32, so that the optimizer's masters start unrounded; `dtype` is what the run computes in.
     Every parameter is first drawn from the seed, so what a source does not give (a new router) is reproducible.
 
     Raises:
@@ -23,7 +24,7 @@ def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: li
     """
     # Gradients, masters and two moments are fp32; parameters in bf16 stand beside their masters.
     require_memory(spec, 16 + (0 if dtype == torch.float32 else dtype.itemsize), "with gradients and AdamW's moments")
-    decoder = Decoder(spec, dtype=dtype, device=device().torch_device)
+    decoder = Decoder(spec, device=device().torch_device)
     decoder.init_weights(run.train.seed)
     if run.model.init == "hf":
         from moesaic.hf import import_weights
