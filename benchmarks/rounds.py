@@ -44,6 +44,8 @@ class Row:
     title: str
     times: list[list[float]] = field(default_factory=list)
     """Seconds of each iteration, one list per round."""
+    cpu: list[float] = field(default_factory=list)
+    """Seconds of processor time of each iteration, of all threads together: what a busy machine distorts least."""
     others: list[float] = field(default_factory=list)
     """Cores that other processes used, by iteration."""
     losses: list[float] = field(default_factory=list)
@@ -66,6 +68,11 @@ class Row:
         return min((t for turn in self.times for t in turn), default=math.nan)
 
     @property
+    def best_cpu(self) -> float:
+        """Processor seconds of the best iteration; NaN if none finished."""
+        return min(self.cpu, default=math.nan)
+
+    @property
     def extra_mb(self) -> float:
         """Peak of the resident set above what the process held before its first iteration."""
         return self.peak_mb - self.idle_mb
@@ -82,6 +89,8 @@ class Cell:
     rows: list[Row] = field(default_factory=list)
     matmul: dict[str, list[float]] = field(default_factory=dict)
     """FLOP/s of the plain product in each dtype, one number a round."""
+    matmul_by_cpu: dict[str, list[float]] = field(default_factory=dict)
+    """The same by processor time: FLOPs per second of it, times the number of threads."""
 
     @property
     def reference(self) -> tuple[str, float]:
@@ -101,7 +110,8 @@ class Cell:
             "dtype": self.dtype,
             "malloc": self.malloc,
             "matmul": self.matmul,
-            "rows": [{**asdict(row), "best": row.best} for row in self.rows],
+            "matmul_by_cpu": self.matmul_by_cpu,
+            "rows": [{**asdict(row), "best": row.best, "best_cpu": row.best_cpu} for row in self.rows],
         }
 
 
@@ -350,6 +360,7 @@ class _Runner:
         times: list[float] = []
         while (answer := worker.receive(limit)) and "seconds" in answer:
             times.append(answer["seconds"])
+            row.cpu.append(answer["cpu"])
             row.others.append(answer["others"])
             row.losses.append(answer["loss"])
         if times:
@@ -392,7 +403,9 @@ class _Runner:
             self.busy[""].send({"dtype": dtype, "seconds": 2.0})
             answer = self.busy[""].receive(120.0) or {}
             if "rate" in answer:
-                self.cell.matmul.setdefault(dtype, []).append(answer["rate"])
+                by_clock, by_cpu = answer["rate"]
+                self.cell.matmul.setdefault(dtype, []).append(by_clock)
+                self.cell.matmul_by_cpu.setdefault(dtype, []).append(by_cpu)
         rates = ", ".join(f"{dtype} {rates[-1] / 1e9:.0f} GFLOP/s" for dtype, rates in self.cell.matmul.items())
         self.say(f"  plain product: {rates}")
 

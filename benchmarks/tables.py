@@ -48,7 +48,12 @@ def verdict(cell: Cell) -> dict[str, Any]:
     seconds = ours.best if ours else math.nan
     peer_seconds, bound = seconds_or_more(fast) if fast else (math.nan, False)
     dtype, rate = cell.reference
+    rows = [row for row in cell.rows if row.peer != OURS and comparable(cell, row) and math.isfinite(row.best_cpu)]
+    thrift = min(rows, key=lambda row: row.best_cpu, default=None)
+    cpu = ours.best_cpu if ours else math.nan
     return {
+        "thriftiest": thrift.peer if thrift else "",
+        "cpu_speedup": thrift.best_cpu / cpu if thrift else math.nan,
         "fastest": fast.peer if fast else "",
         "speedup": peer_seconds / seconds,
         "at_least": bound,
@@ -71,7 +76,16 @@ def lines(cell: Cell) -> list[list[str]]:
     ours_seconds = ours.best if ours else math.nan
     _, rate = cell.reference
     share = "layer" in cell.work
-    head = ["peer", "s", "peer / moesaic", "GFLOP/s", *(["of plain product"] if share else [])]
+    ours_cpu = ours.best_cpu if ours else math.nan
+    head = [
+        "peer",
+        "s",
+        "peer / moesaic",
+        "CPU s",
+        "CPU: peer / moesaic",
+        "GFLOP/s",
+        *(["of plain product"] if share else []),
+    ]
     table = [[*head, "peak above idle, MB", "peak, MB"]]
     for row in cell.rows:
         seconds, bound = seconds_or_more(row)
@@ -88,6 +102,8 @@ def lines(cell: Cell) -> list[list[str]]:
                 title,
                 _number(seconds, 3 if seconds < 10 else 1, bound),
                 ratio,
+                _number(row.best_cpu, 2),
+                _number(row.best_cpu / ours_cpu, 2) if row.peer != OURS else "1",
                 _number(speed / 1e9, 0),
                 *shares,
                 _number(row.extra_mb, 0),
@@ -108,6 +124,8 @@ def summary(cell: Cell) -> str:
     if v["fastest"]:
         more = "at least " if v["at_least"] else ""
         parts.append(f"moesaic is {more}{v['speedup']:.2f}× the fastest peer ({PEERS[v['fastest']].title})")
+    if v["thriftiest"]:
+        parts.append(f"in processor time {v['cpu_speedup']:.2f}× the thriftiest ({PEERS[v['thriftiest']].title})")
     if math.isfinite(v["share_of_matmul"]):
         rates = ", ".join(f"{dtype} {max(rates) / 1e9:.0f}" for dtype, rates in cell.matmul.items())
         parts.append(

@@ -171,8 +171,9 @@ def turn(iteration: Callable[[], float], command: dict[str, Any], answer: Callab
         busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
         loss = iteration()
         seconds = time.perf_counter() - start
-        others = max(0.0, (busy_seconds() - busy - own_seconds() + own) / seconds)
-        answer({"seconds": seconds, "others": others, "loss": loss})
+        cpu = own_seconds() - own
+        others = max(0.0, (busy_seconds() - busy - cpu) / seconds)
+        answer({"seconds": seconds, "cpu": cpu, "others": others, "loss": loss})
         done += 1
     answer({"peak_mb": status_mb("VmHWM")})
 
