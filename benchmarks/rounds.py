@@ -246,6 +246,7 @@ class Workers:
         self._workers: dict[tuple[str, str], Worker] = {}
 
     def __enter__(self) -> Workers:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a terminated benchmark ends its workers too
         return self
 
     def __exit__(self, *error: object) -> None:
