@@ -37,9 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
                 cell = Cell("layer", shape, dtype, malloc)
                 cells.append(cell)
                 print(tables.heading(cell), flush=True)
-                run_cell(cell, peers, workers, lambda line: print(line, flush=True))
+                try:
+                    run_cell(cell, peers, workers, lambda line: print(line, flush=True))
+                finally:  # a run that is stopped keeps what it has
+                    tables.save(cells, started, args.json, args.markdown)
                 print(tables.text(cell), flush=True)
-                tables.save(cells, started, args.json, args.markdown)
             workers.forget(malloc)
 
 
