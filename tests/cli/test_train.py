@@ -98,4 +98,4 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, expected, folder, 
 def test_a_non_finite_loss_is_exit_code_4(folder, capsys):
     divergent = ["train.lr=1e38", "train.clip=0", "train.warmup_steps=0", "run.dir=out"]
     assert main(["train", "run.toml", *(word for text in divergent for word in ("--set", text))]) == 4
-    assert "Step 2" in capsys.readouterr().err
+    assert "Step 1: after its update the weights" in capsys.readouterr().err
