@@ -1,0 +1,110 @@
+"""Collectives with gradients. The backward of each is its transpose: a gather's is a sum-scatter and the reverse.
+
+That is right under rule "sum everywhere": each rank's loss is its own share, and the gradient of a rank's tensor is the
+sum of what all ranks' shares say about it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moesaic.mesh import collectives
+from moesaic.mesh.group import Group
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
+        ctx.group, ctx.counts = group, counts
+        return collectives.all_gather_rows(x_RD, group, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return collectives.reduce_scatter_rows(grads[0], ctx.group, ctx.counts), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
+        ctx.group, ctx.counts = group, counts
+        return collectives.reduce_scatter_rows(x_RD, group, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return collectives.all_gather_rows(grads[0], ctx.group, ctx.counts), None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str) -> Tensor:
+        ctx.group, ctx.send, ctx.receive, ctx.what = group, send, receive, name
+        return collectives.all_to_all(x_RD, group, send, receive, name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return collectives.all_to_all(grads[0], ctx.group, ctx.receive, ctx.send, ctx.what), None, None, None, None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return collectives.all_reduce(x.clone(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return collectives.all_reduce(grads[0].clone(), ctx.group), None
+
+
+def all_gather_rows(x_RD: Tensor, group: Group, counts: list[int] | None = None) -> Tensor:
+    """Rows of all ranks in rank order; `counts` per rank where they differ."""
+    if group.size == 1:
+        return x_RD
+    return _Gather.apply(x_RD, group, counts or [x_RD.shape[0]] * group.size)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int] | None = None) -> Tensor:
+    """Sum over ranks of the rows meant for this one; `counts` per rank where they differ."""
+    if group.size == 1:
+        return x_RD
+    counts = counts or [x_RD.shape[0] // group.size] * group.size
+    return _ReduceScatter.apply(x_RD, group, counts)  # type: ignore[no-any-return]
+
+
+def all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Tensor:
+    """send[i] rows to rank i, receive[i] rows from it, in rank order."""
+    if group.size == 1:
+        return x_RD
+    return _AllToAll.apply(x_RD, group, send, receive, name)  # type: ignore[no-any-return]
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum over ranks, whose gradient is the sum of the ranks' gradients."""
+    return x if group.size == 1 else _AllReduce.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_tokens(x_TD: Tensor, group: Group, batch: int) -> Tensor:
+    """Join the ranks' pieces of each of `batch` rows: [B · s, …] to [B · n · s, …], row after row."""
+    if group.size == 1:
+        return x_TD
+    gathered = all_gather_rows(x_TD, group)
+    if batch == 1:
+        return gathered
+    return gathered.unflatten(0, (group.size, batch, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def scatter_tokens(x_TD: Tensor, group: Group, batch: int) -> Tensor:
+    """Sum the ranks' partial results and keep this rank's piece of each row: [B · n · s, …] to [B · s, …]."""
+    if group.size == 1:
+        return x_TD
+    if batch > 1:
+        x_TD = x_TD.unflatten(0, (batch, group.size, -1)).transpose(0, 1).flatten(0, 2)
+    return reduce_scatter_rows(x_TD, group)

@@ -1,0 +1,233 @@
+"""Collectives on plain tensors: each a call with a group, counted in the traffic meter, named when it fails.
+
+On gloo everything goes through its pairwise all-to-all: its own all-gather and reduce-scatter are several times slower,
+and sums taken here, in rank order, are the same on all ranks and in all runs. Splits are Python numbers. Tensors may
+have any device and, except for sums, any type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.mesh.device import device
+from moesaic.mesh.group import Group, byte_count
+from moesaic.mesh.traffic import count
+
+
+@dataclass
+class Pending:
+    """A collective under way. `wait` returns its result; the input must not change before that."""
+
+    what: str
+    group: Group
+    result: Tensor
+    work: Any = None
+    keep: Any = None
+
+    def wait(self) -> Tensor:
+        """Block until the result is there (on an accelerator: until its stream may read it)."""
+        if self.work is not None:
+            with self.group.naming(self.what):
+                self.work.wait()
+            self.work = self.keep = None
+        return self.result
+
+
+def start_all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Pending:
+    """Begin to send `send[i]` rows of x to rank i of the group, in order, and to receive `receive[i]` from it."""
+    name = name or "all-to-all"
+    if group.handle is None:
+        return Pending(name, group, x_RD)
+    x_RD = x_RD.contiguous()
+    out = x_RD.new_empty(sum(receive), *x_RD.shape[1:])
+    width = byte_count(x_RD) // max(1, x_RD.shape[0])
+    count(name, group.name, (sum(send) - send[group.rank]) * width)
+    with group.naming(name):
+        work = dist.all_to_all_single(out, x_RD, receive, send, group=group.handle, async_op=True)
+    return Pending(name, group, out, work, x_RD)
+
+
+def all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Tensor:
+    """Rows from all ranks, in rank order."""
+    return start_all_to_all(x_RD, group, send, receive, name).wait()
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """x of every rank, [n, *x.shape]; shapes must be equal."""
+    if group.handle is None:
+        return x[None]
+    x = x.contiguous()
+    out = x.new_empty(group.size, *x.shape)
+    count("all-gather", group.name, byte_count(x) * (group.size - 1))
+    with group.naming("all-gather"):
+        if group.needs_device:
+            dist.all_gather_into_tensor(out, x, group=group.handle)
+        else:
+            dist.all_to_all_single(out, x[None].expand(group.size, *x.shape).contiguous(), group=group.handle)
+    return out
+
+
+def all_gather_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
+    """Rows of every rank in rank order; rank i has `counts[i]` of them."""
+    if group.handle is None:
+        return x_RD
+    if len(set(counts)) == 1:
+        return all_gather(x_RD, group).flatten(0, 1)
+    x_RD = x_RD.contiguous()
+    n = group.size
+    count("all-gather", group.name, byte_count(x_RD) * (n - 1))
+    out = x_RD.new_empty(sum(counts), *x_RD.shape[1:])
+    copies = x_RD.repeat(n, *(1 for _ in x_RD.shape[1:]))
+    with group.naming("all-gather"):
+        dist.all_to_all_single(out, copies, counts, [x_RD.shape[0]] * n, group=group.handle)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum over ranks of their x[my rank]; x [n, …] to […]."""
+    if group.handle is None:
+        return x[0]
+    x = x.contiguous()
+    count("reduce-scatter", group.name, byte_count(x) // group.size * (group.size - 1))
+    with group.naming("reduce-scatter"):
+        if group.needs_device:
+            out = x.new_empty(x.shape[1:])
+            dist.reduce_scatter_tensor(out, x, group=group.handle)
+            return out
+        parts = torch.empty_like(x)
+        dist.all_to_all_single(parts, x, group=group.handle)
+    return _sum(parts)
+
+
+def reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
+    """Sum over ranks of their rows for me: x holds rows for all ranks in rank order, `counts[i]` for rank i."""
+    if group.handle is None:
+        return x_RD
+    if len(set(counts)) == 1:
+        return reduce_scatter(x_RD.unflatten(0, (group.size, counts[0])), group)
+    mine = counts[group.rank]
+    width = byte_count(x_RD) // max(1, x_RD.shape[0])
+    count("reduce-scatter", group.name, (sum(counts) - mine) * width)
+    parts = x_RD.new_empty(group.size * mine, *x_RD.shape[1:])
+    with group.naming("reduce-scatter"):
+        dist.all_to_all_single(parts, x_RD.contiguous(), [mine] * group.size, counts, group=group.handle)
+    return _sum(parts.unflatten(0, (group.size, mine)))
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Sum or elementwise maximum over ranks, in place, the same bits on every rank. Returns x."""
+    if group.handle is None or x.numel() == 0:
+        return x
+    n = group.size
+    count("all-reduce", group.name, 2 * byte_count(x) * (n - 1) // n)
+    with group.naming("all-reduce"):
+        if group.needs_device:
+            dist.all_reduce(x, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group.handle)
+            return x
+        flat = x.reshape(-1)
+        if op == "max" or flat.numel() <= _SMALL:
+            parts = flat.new_empty(n, flat.numel())
+            dist.all_to_all_single(parts, flat[None].expand(n, -1).contiguous(), group=group.handle)
+            return x.copy_((parts.amax(0) if op == "max" else _sum(parts)).view_as(x))
+        share = -(-flat.numel() // n)
+        padded = flat if flat.numel() == share * n else torch.nn.functional.pad(flat, (0, share * n - flat.numel()))
+        parts = padded.new_empty(n, share)
+        dist.all_to_all_single(parts, padded.view(n, share), group=group.handle)
+        total = _sum(parts)
+        whole = padded.new_empty(n, share)
+        dist.all_to_all_single(whole, total[None].expand(n, -1).contiguous(), group=group.handle)
+        return x.copy_(whole.view(-1)[: flat.numel()].view_as(x))
+
+
+_SMALL = 4096
+"""Up to so many elements a sum sends everything to everybody: one message's time instead of two."""
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """Sum over the first dimension in order, in fp32 for narrower floats."""
+    if parts.dtype in (torch.bfloat16, torch.float16):
+        return parts.sum(0, dtype=torch.float32).to(parts.dtype)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def exchange_counts(counts: list[int], group: Group) -> list[int]:
+    """counts[i] goes to rank i; returns what each rank sent here."""
+    if group.handle is None:
+        return list(counts)
+    where = device().torch_device if group.needs_device else torch.device("cpu")
+    sent = torch.tensor(counts, dtype=torch.int64, device=where)
+    return all_to_all(sent, group, [1] * group.size, [1] * group.size, "counts").tolist()
+
+
+def gather_counts(count_here: int, group: Group) -> list[int]:
+    """The number that each rank gives, in rank order."""
+    return exchange_counts([count_here] * group.size, group)
+
+
+def isend(x: Tensor, group: Group, to: int, tag: int = 0) -> Pending:
+    """Begin to send x to place `to` of the group."""
+    x = x.contiguous()
+    count("send", group.name, byte_count(x))
+    with group.naming("send"):
+        work = dist.isend(x, group.ranks[to], group=group.handle, tag=tag)
+    return Pending("send", group, x, work, x)
+
+
+def irecv(x: Tensor, group: Group, source: int, tag: int = 0) -> Pending:
+    """Begin to receive x from place `source` of the group."""
+    with group.naming("receive"):
+        work = dist.irecv(x, group.ranks[source], group=group.handle, tag=tag)
+    return Pending("receive", group, x, work)
+
+
+def start_shift(x: Tensor, group: Group) -> Pending:
+    """Begin to send x to the next rank of the ring and to receive the previous rank's, of the same shape.
+
+    Both directions are one batch, so it cannot block on NCCL.
+    """
+    if group.handle is None:
+        return Pending("shift", group, x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    count("shift", group.name, byte_count(x))
+    after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[(group.rank - 1) % group.size]
+    with group.naming("shift"):
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, after, group=group.handle),
+                dist.P2POp(dist.irecv, out, before, group=group.handle),
+            ]
+        )
+    return Pending("shift", group, out, _All(works), x)
+
+
+class _All:
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """The Python object that each rank gives, in rank order."""
+    if group.handle is None:
+        return [value]
+    out: list[Any] = [None] * group.size
+    with group.naming("gathering of objects"):
+        dist.all_gather_object(out, value, group=group.handle)
+    return out
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank of the group is here."""
+    gather_counts(0, group)
