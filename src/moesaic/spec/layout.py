@@ -1,18 +1,243 @@
-"""The written form of a layout: `pp2 dp4 cp1 tp2 / edp1 ep8 etp1`, dense mesh before the slash, expert mesh after.
+"""A layout: two meshes over the same ranks (parallel folding), and what stands where.
 
-Both meshes cover the same processes of a pipeline stage, so tp·cp·dp = etp·ep·edp (parallel folding).
+Dense mesh pp × dp × cp × tp: attention, norms, embeddings, head, routers, shared experts. Expert mesh pp × edp × ep ×
+etp: routed experts. Both cover the same ranks of a pipeline stage, so tp·cp·dp = etp·ep·edp = world / pp. The written
+form is `pp2 dp4 cp1 tp2 / edp1 ep8 etp1`, dense mesh before the slash, expert mesh after.
+
+Ranks count with tp (etp) fastest and pp slowest, so that a dense rank is ((pp·DP + dp)·CP + cp)·TP + tp and an expert
+rank ((pp·EDP + edp)·EP + ep)·ETP + etp. The order "dp-outer" makes dp (edp) slowest and pp second.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from .errors import SpecError, nearest
+from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, refuse, stages_of
+from .model import ModelSpec
+from .stages import Stage
 from .tables import LayoutTable
+
+__all__ = [
+    "DENSE",
+    "EXPERT",
+    "Layout",
+    "Stage",
+    "legal_layouts",
+    "parse_degrees",
+    "parse_layout",
+    "resolve_layout",
+    "single",
+    "written",
+]
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("edp", "ep", "etp")
-_DEGREE = re.compile(r"([a-z]+)([0-9]+)")
+_DEGREE = re.compile(r"([a-z]+)([0-9]{1,9})")
+_ALL_TO_ALL_EFFICIENCY = 0.75
+"""Bandwidth an all-to-all reaches over that of an all-gather (MegaScale-MoE, arXiv 2505.11432, Fig. 7)."""
+
+Digits = tuple[tuple[str, int], ...]
+"""Axes and sizes that a rank is a mixed-radix number of, slowest first. A name may stand twice: its coordinate is then
+the number that both digits make."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that was found legal for a model and a number of ranks, with nothing left to derive."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    edp: int
+    ep: int
+    etp: int
+    cp_kind: str
+    """`ulysses` or `ring`."""
+    virtual_stages: int
+    sharding: str
+    """`none`, `optimizer`, `gradients` or `parameters`."""
+    replicas: int
+    """Copies of the sharded state; divides dp·cp and edp."""
+    micro_batch: int
+    """Sequences in one forward pass of one data-parallel rank."""
+    dispatcher: str
+    """`local`, `allgather` or `alltoall`."""
+    schedule: str
+    """`1f1b`, `interleaved` or `zero_bubble`."""
+    order: str
+    """`pp-outer` or `dp-outer`."""
+    stages: tuple[Stage, ...]
+    """pp·virtual_stages of them; stage i is on pipeline rank i % pp."""
+    experts_ep: tuple[tuple[int, int], ...]
+    """(experts, expert-parallel degree) of every expert count that the model's layers have."""
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def dense_digits(self) -> Digits:
+        """The dense axes with their sizes, slowest first."""
+        pp, dp = ("pp", self.pp), ("dp", self.dp)
+        return (*((dp, pp) if self.order == "dp-outer" else (pp, dp)), ("cp", self.cp), ("tp", self.tp))
+
+    def expert_digits(self, experts: int | None = None) -> Digits:
+        """The expert axes with their sizes, slowest first, for layers of that many experts. Where such a layer has an
+        ep smaller than the layout's, the ranks that it leaves over are data-parallel ones of its experts."""
+        ep = self.ep if experts is None else self.layer_ep(experts)
+        pp, edp = ("pp", self.pp), ("edp", self.edp)
+        outer = (edp, pp) if self.order == "dp-outer" else (pp, edp)
+        return (*outer, *((("edp", self.ep // ep),) if ep != self.ep else ()), ("ep", ep), ("etp", self.etp))
+
+    def layer_ep(self, experts: int) -> int:
+        """Expert-parallel degree of layers with that many experts: gcd(ep, experts), which is ep itself unless expert
+        counts differ (DeepSpeed's pyramid, arXiv 2201.05596, section 4.2)."""
+        return math.gcd(self.ep, experts)
+
+    def layer_edp(self, experts: int) -> int:
+        """Ranks that hold the same experts, in layers with that many: edp·ep / layer_ep."""
+        return self.edp * self.ep // self.layer_ep(experts)
+
+    def dense_coords(self, rank: int) -> dict[str, int]:
+        """pp, dp, cp and tp of a rank."""
+        return self._coords(rank, self.dense_digits)
+
+    def expert_coords(self, rank: int, experts: int | None = None) -> dict[str, int]:
+        """pp, edp, ep and etp of a rank, in layers with that many experts."""
+        return self._coords(rank, self.expert_digits(experts))
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ in the given dense axes only, each ascending, ordered by their first rank.
+
+        Raises:
+            SpecError: an axis that the dense mesh does not have.
+        """
+        return self._groups(axes, self.dense_digits)
+
+    def expert_groups(self, *axes: str, experts: int | None = None) -> list[tuple[int, ...]]:
+        """As `groups` on the expert mesh (pp, edp, ep, etp) of layers with that many experts."""
+        return self._groups(axes, self.expert_digits(experts))
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches that one rank works through in a step of `global_batch` sequences."""
+        return global_batch // (self.micro_batch * self.dp)
+
+    def stages_of(self, pp: int) -> tuple[Stage, ...]:
+        """The virtual stages of one pipeline rank, in the order of its chunks."""
+        return self.stages[pp :: self.pp]
+
+    def __str__(self) -> str:
+        """The written form."""
+        return str(Degrees(self.pp, self.dp, self.cp, self.tp, self.edp, self.ep, self.etp))
+
+    def _coords(self, rank: int, digits: Digits) -> dict[str, int]:
+        if not 0 <= rank < self.world:
+            raise SpecError(f"rank {rank} is not one of the {self.world} ranks of {self}.")
+        coords, weights = dict.fromkeys((name for name, _ in digits), 0), dict.fromkeys((n for n, _ in digits), 1)
+        for name, size in reversed(digits):
+            rank, digit = divmod(rank, size)
+            coords[name] += digit * weights[name]
+            weights[name] *= size
+        return coords
+
+    def _groups(self, axes: tuple[str, ...], digits: Digits) -> list[tuple[int, ...]]:
+        names = dict.fromkeys(name for name, _ in digits)
+        for axis in axes:
+            if axis not in names:
+                raise SpecError(f"{axis!r} is not an axis of this mesh of {self}: {nearest(axis, names)}")
+        groups: dict[int, list[int]] = {}
+        for rank in range(self.world):
+            rest, key, weight = rank, 0, 1
+            for name, size in reversed(digits):
+                rest, digit = divmod(rest, size)
+                if name not in axes:
+                    key += digit * weight
+                weight *= size
+            groups.setdefault(key, []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+
+def resolve_layout(
+    table: LayoutTable, model: ModelSpec, world: int, *, seq_len: int | None, global_batch: int | None
+) -> Layout:
+    """The layout that a table of a run file gives `world` ranks: dp, edp, stages, schedule and dispatcher filled in.
+
+    `seq_len` is in tokens and `global_batch` in sequences; None leaves out what depends on it.
+
+    Raises:
+        SpecError: it is not legal. The sentence has the equation with its numbers and the nearest legal layouts.
+    """
+    sizes = Sizes.of(model)
+    if world < 1:
+        raise SpecError(f"a layout needs at least 1 process, not {world}.")
+    refuse(table, sizes, world, seq_len, global_batch)
+    dp = world // (table.pp * table.cp * table.tp)
+    edp = world // (table.pp * table.etp * table.ep)
+    return _layout(Degrees(table.pp, dp, table.cp, table.tp, edp, table.ep, table.etp), table, sizes)
+
+
+def single(model: ModelSpec, micro_batch: int = 1) -> Layout:
+    """The layout of one process."""
+    return _layout(Degrees(), LayoutTable(micro_batch=micro_batch), Sizes.of(model))
+
+
+def legal_layouts(
+    model: ModelSpec,
+    world: int,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    table: LayoutTable | None = None,
+    **limits: int,
+) -> Iterator[Layout]:
+    """Every legal layout of `world` ranks, lazily; pp slowest, then tp, cp, etp, ep, each ascending.
+
+    `table` gives everything but the degrees (cp_kind, virtual stages, micro-batch, …). `limits` are the largest
+    degrees to consider, as in `tp=8`.
+
+    Raises:
+        SpecError: a limit that is no degree, or a stage string that does not fit the model.
+    """
+    for name in limits:
+        if name not in Degrees._fields:
+            raise SpecError(f"{name!r} is not a degree of a layout: {nearest(name, Degrees._fields)}")
+    table, sizes = table or LayoutTable(), Sizes.of(model)
+    for degrees in legal_degrees(sizes, world, table, seq_len, global_batch, limits):
+        yield _layout(degrees, table, sizes)
+
+
+def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
+    return Layout(
+        *degrees,
+        cp_kind=table.cp_kind,
+        virtual_stages=table.virtual_stages,
+        sharding=table.sharding,
+        replicas=table.replicas,
+        micro_batch=table.micro_batch,
+        dispatcher=_dispatcher(table.dispatcher, degrees.ep, degrees.etp, sizes.top_k),
+        schedule=table.schedule
+        if table.schedule != "auto"
+        else ("interleaved" if table.virtual_stages > 1 else "1f1b"),
+        order=table.order,
+        stages=stages_of(degrees.pp, table, sizes),
+        experts_ep=tuple((count, math.gcd(degrees.ep, count)) for count in sizes.experts),
+    )
+
+
+def _dispatcher(asked: str, ep: int, etp: int, top_k: int) -> str:
+    """An all-to-all moves k/ep of what an all-gather moves, at a lower bandwidth, so it is faster where k < 0.75·ep
+    (MegaScale-MoE, arXiv 2505.11432, section 3.2: Eqs. 3 and 4)."""
+    if asked != "auto":
+        return asked
+    if ep * etp == 1:
+        return "local"
+    return "alltoall" if top_k < _ALL_TO_ALL_EFFICIENCY * ep else "allgather"
 
 
 def written(layout: LayoutTable, dp: int | None = None) -> str:
@@ -25,7 +250,7 @@ def written(layout: LayoutTable, dp: int | None = None) -> str:
     if degree is None:
         raise SpecError('layout.dp is "auto": its degree is known once the number of processes is.')
     edp = _expert_data_degree(layout.tp, layout.cp, degree, layout.ep, layout.etp)
-    return f"pp{layout.pp} dp{degree} cp{layout.cp} tp{layout.tp} / edp{edp} ep{layout.ep} etp{layout.etp}"
+    return str(Degrees(layout.pp, degree, layout.cp, layout.tp, edp, layout.ep, layout.etp))
 
 
 def parse_layout(text: str) -> LayoutTable:
@@ -33,6 +258,26 @@ def parse_layout(text: str) -> LayoutTable:
 
     Raises:
         SpecError: an unknown or repeated name, a degree of 0, or two meshes of different size.
+    """
+    degrees = parse_degrees(text)
+    given = degrees.pop("edp", None)
+    layout = LayoutTable.model_validate(degrees)
+    assert layout.dp != "auto"
+    edp = _expert_data_degree(layout.tp, layout.cp, layout.dp, layout.ep, layout.etp)
+    if given is not None and given != edp:
+        raise SpecError(
+            f"layout {text!r} gives edp{given}, but tp·cp·dp = {layout.tp}·{layout.cp}·{layout.dp} and etp·ep = "
+            f"{layout.etp}·{layout.ep} make it edp{edp}."
+        )
+    return layout
+
+
+def parse_degrees(text: str) -> dict[str, int]:
+    """The degrees of a written form by name, without a look at whether they fit together: all of them but edp, which is
+    there only if the text gives it.
+
+    Raises:
+        SpecError: an unknown or repeated name, or a degree of 0.
     """
     degrees: dict[str, int] = {}
     for side, names in zip(_sides(text), (DENSE, EXPERT), strict=True):
@@ -46,16 +291,7 @@ def parse_layout(text: str) -> LayoutTable:
             if int(match[2]) < 1:
                 raise SpecError(f"{word!r} in layout {text!r}: a degree is at least 1.")
             degrees[name] = int(match[2])
-    given = degrees.pop("edp", None)
-    layout = LayoutTable.model_validate({"dp": 1} | degrees)
-    assert layout.dp != "auto"
-    edp = _expert_data_degree(layout.tp, layout.cp, layout.dp, layout.ep, layout.etp)
-    if given is not None and given != edp:
-        raise SpecError(
-            f"layout {text!r} gives edp{given}, but tp·cp·dp = {layout.tp}·{layout.cp}·{layout.dp} and etp·ep = "
-            f"{layout.etp}·{layout.ep} make it edp{edp}."
-        )
-    return layout
+    return dict.fromkeys((*DENSE, "ep", "etp"), 1) | degrees
 
 
 def _sides(text: str) -> tuple[str, str]:
@@ -66,10 +302,6 @@ def _sides(text: str) -> tuple[str, str]:
 
 
 def _expert_data_degree(tp: int, cp: int, dp: int, ep: int, etp: int) -> int:
-    dense, expert = tp * cp * dp, ep * etp
-    if dense % expert:
-        raise SpecError(
-            f"tp·cp·dp = etp·ep·edp does not hold: {tp}·{cp}·{dp} = {dense} is not a multiple of "
-            f"etp·ep = {etp}·{ep} = {expert}."
-        )
-    return dense // expert
+    if tp * cp * dp % (ep * etp):
+        raise SpecError(f"{expert_mesh_sentence(tp, cp, dp, ep, etp)}.")
+    return tp * cp * dp // (ep * etp)

@@ -84,11 +84,24 @@ class LayoutTable(Table):
     cp_kind: Literal["ulysses", "ring"] = _key("ulysses", "Context parallelism by all-to-all over heads, or a ring.")
     pp: int = _key(1, "Pipeline stages.", "processes", ge=1)
     virtual_stages: int = _key(1, "Model chunks per pipeline stage (interleaving).", "chunks", ge=1)
+    stages: str | None = _key(
+        None,
+        "What stands on which virtual stage, in the letters of docs/layout.md; layers are dealt evenly if left out.",
+    )
+    schedule: Literal["auto", "1f1b", "interleaved", "zero_bubble"] = _key(
+        "auto", "Order of micro-batches in the pipeline; `auto` is interleaved with virtual stages, else 1f1b."
+    )
+    order: Literal["pp-outer", "dp-outer"] = _key(
+        "pp-outer", "Slowest axis of the ranks: which of pipeline and data parallelism crosses the slow links."
+    )
     ep: int = _key(1, "Expert-parallel degree: experts are spread over this many.", "processes", ge=1)
     etp: int = _key(1, "Tensor-parallel degree inside an expert.", "processes", ge=1)
     dp: int | Literal["auto"] = _key("auto", "Data-parallel degree; `auto` takes what the processes leave over.")
     sharding: Literal["none", "optimizer", "gradients", "parameters"] = _key(
         "none", "What is sharded over data parallelism; each level includes the ones before it."
+    )
+    replicas: int = _key(
+        1, "Copies of the sharded state: sharding within groups, all-reduce between them (HSDP).", "copies", ge=1
     )
     micro_batch: int = _key(1, "Sequences in one forward pass of one data-parallel rank.", "sequences", ge=1)
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "hierarchical", "flex"] = _key(
@@ -156,6 +169,12 @@ class BalanceTable(Table):
     global_aux: float = _key(0.0, "Coefficient of the load-balancing loss over the counts of the whole step.", ge=0.0)
     z_loss: float = _key(0.0, "Coefficient of the mean squared log-sum-exp of the router's logits.", ge=0.0)
     bias_update: float = _key(0.0, "Step of the selection bias per optimizer step (aux-loss-free balancing).", ge=0.0)
+    force: Literal["none", "even", "skew"] = _key(
+        "none", "Benchmark only: choose experts evenly, or skewed by a random bias, instead of by the router."
+    )
+    force_std: float = _key(0.0, 'Standard deviation of the bias of `force = "skew"`, in logits.', ge=0.0)
+    record: str | None = _key(None, "File to write the chosen experts of every step to.")
+    replay: str | None = _key(None, "Benchmark only: file of recorded choices to use instead of the router's.")
 
 
 class ClusterTable(Table):
@@ -172,6 +191,9 @@ class RunTable(Table):
     name: str = _key("run", "Name of the run in logs and reports.", derived="the run file's name", min_length=1)
     dir: str = _key(
         "runs/run", "Folder of metrics, checkpoints and the report.", derived="runs/ and the name", min_length=1
+    )
+    timeout_seconds: float = _key(
+        600.0, "Longest wait for another rank before the job is taken down.", "seconds", gt=0.0
     )
 
     @model_validator(mode="before")
