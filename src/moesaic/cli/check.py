@@ -27,6 +27,8 @@ def check(
     from rich.text import Text
 
     from moesaic.cost.counts import flops_per_token, parameters
+    from moesaic.spec.layout import resolve_layout
+    from moesaic.spec.legal import fewest_ranks
     from moesaic.spec.run import load_run, resolve_balance
 
     run = load_run(file, overrides or [])
@@ -41,11 +43,14 @@ def check(
     flops = flops_per_token(spec, train.seq_len).total
     tokens = run.tokens_per_step
     moe = spec.moe_layers
+    world = run.world or fewest_ranks(run.layout)
+    layout = resolve_layout(run.layout, spec, world, seq_len=train.seq_len, global_batch=train.global_batch)
     rows = {
         "model": f"{spec.name} ({spec.family}), {len(spec.layers)} layers, {len(moe)} of them with experts",
         "parameters": f"{counts.total:,} in all, {counts.active:,} active per token",
         "step": f"{train.global_batch} sequences of {train.seq_len} = {tokens:,} tokens, "
-        f"{train.global_batch // run.layout.micro_batch} micro-batches of {run.layout.micro_batch}",
+        f"{layout.micro_batches(train.global_batch)} micro-batches of {run.layout.micro_batch}",
+        "layout": str(layout) + ("" if run.world else ", or more dp with more processes"),
         "training": f"{train.steps:,} steps = {tokens * train.steps:,} tokens, {train.dtype}",
         "work": f"{flops / 1e9:.3g} GFLOP per token, {flops * tokens / 1e12:.3g} TFLOP per step, "
         f"{flops * tokens * train.steps / 1e15:.3g} PFLOP in all",

@@ -22,6 +22,7 @@ COMMANDS = {
     "model": "moesaic.cli.model:model",
     "explain": "moesaic.cli.explain:explain",
     "check": "moesaic.cli.check:check",
+    "layout": "moesaic.cli.layout:layout",
     "train": "moesaic.cli.train:train",
     "generate": "moesaic.cli.generate:generate",
     "report": "moesaic.cli.report:report",

@@ -24,6 +24,8 @@ from .tables import LayoutTable
 __all__ = [
     "DENSE",
     "EXPERT",
+    "EXPERT_GROUPS",
+    "GROUPS",
     "Layout",
     "Stage",
     "legal_layouts",
@@ -36,6 +38,19 @@ __all__ = [
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("edp", "ep", "etp")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "data": ("dp", "cp"),
+    "sequence": ("cp", "tp"),
+    "stage": ("dp", "cp", "tp"),
+}
+"""Groups of the dense mesh and the axes along which their ranks differ. `data` holds the same dense parameters,
+`sequence` the same rows of tokens, `stage` the same layers."""
+EXPERT_GROUPS: dict[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("etp",), "edp": ("edp",), "ep_etp": ("ep", "etp")}
+"""Groups of the expert mesh. `ep_etp` holds all pieces of a layer's experts once, `edp` the same piece."""
 _DEGREE = re.compile(r"([a-z]+)([0-9]{1,9})")
 _ALL_TO_ALL_EFFICIENCY = 0.75
 """Bandwidth an all-to-all reaches over that of an all-gather (MegaScale-MoE, arXiv 2505.11432, Fig. 7)."""

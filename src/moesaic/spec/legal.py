@@ -285,6 +285,16 @@ def expert_mesh_sentence(tp: int, cp: int, dp: int, ep: int, etp: int) -> str:
     )
 
 
+def fewest_ranks(table: LayoutTable) -> int:
+    """The fewest ranks that both meshes of a table can cover, whatever its dp. With dp = "auto" every other number of
+    ranks is a multiple of it."""
+    dense, experts = table.tp * table.cp, table.etp * table.ep
+    stage = math.lcm(dense, experts)
+    held = (stage // table.tp, stage // experts)
+    more = math.lcm(*(table.replicas // math.gcd(table.replicas, ranks) for ranks in held))
+    return table.pp * stage * more
+
+
 def legal_degrees(
     sizes: Sizes,
     world: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from pydantic import Field, ValidationError
 
 from .errors import SpecError
 from .keys import describe, explain, takes_only_text, unknown_table
-from .layout import written
+from .layout import resolve_layout
+from .legal import batch_rule, expert_mesh_sentence, micro_batch_rule, sequence_rule, virtual_stage_rule
 from .model import ModelSpec
+from .stages import expand
 from .tables import (
     TABLES,
     BalanceTable,
@@ -96,6 +98,16 @@ class RunSpec(Table):
         """Tokens of one optimizer step, before any are masked."""
         return self.train.global_batch * self.train.seq_len
 
+    @property
+    def world(self) -> int | None:
+        """Processes, where the run says how many: by its degrees, or else by its cluster."""
+        layout, cluster = self.layout, self.cluster
+        if layout.dp != "auto":
+            return layout.pp * layout.dp * layout.cp * layout.tp
+        if cluster.nodes is not None and cluster.gpus_per_node is not None:
+            return cluster.nodes * cluster.gpus_per_node
+        return None
+
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """The run that a TOML file describes, with `table.key=value` overrides applied to it.
@@ -108,9 +120,14 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def parse_run(
-    tables: dict[str, Any], overrides: Sequence[str] = (), name: str | None = None, source: str = "run file"
+    tables: dict[str, Any],
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    source: str = "run file",
+    check: bool = True,
 ) -> RunSpec:
-    """As `load_run`, from tables that were already read; `name` is the run's name when the file gives none."""
+    """As `load_run`, from tables that were already read; `name` is the run's name when the file gives none. Without
+    `check` each value is right, but what does not fit together is not refused."""
     tables = _merged({}, tables)
     for text in overrides:
         key_path, value, raw = parse_override(text)
@@ -131,7 +148,8 @@ def parse_run(
         spec = RunSpec.model_validate(tables)
     except ValidationError as error:
         raise SpecError(f"{source}: {describe(error)}") from None
-    _check(spec)
+    if check:
+        _check(spec)
     return spec
 
 
@@ -153,11 +171,15 @@ def require_single_process(run: RunSpec) -> None:
         raise SpecError(f"the layout asks for {shown}, so {product} processes, but this is one: use {ways}.")
     neutral = {
         "virtual_stages": (1,),
+        "schedule": ("auto", "1f1b"),
         "sharding": ("none",),
+        "replicas": (1,),
         "dispatcher": ("auto", "local"),
         "overlap": ("none",),
         "recompute": ("none", []),
     }
+    if layout.stages is not None and "|" in layout.stages:
+        raise SpecError(f"layout.stages is {layout.stages!r}, but one process has one stage: remove it.")
     for name, allowed in neutral.items():
         value = getattr(layout, name)
         if value not in allowed:
@@ -252,27 +274,34 @@ def _check_model(table: ModelTable) -> None:
 
 def _check_layout(run: RunSpec) -> None:
     layout, train = run.layout, run.train
+    if layout.dp != "auto" and layout.dp < 1:
+        raise SpecError(f'layout.dp is {layout.dp}, but it takes a degree of at least 1, or "auto".')
+    sentence = next(_layout_rules(layout, train), None)
+    if sentence is None:
+        return
     if layout.dp != "auto":
-        if layout.dp < 1:
-            raise SpecError(f'layout.dp is {layout.dp}, but it takes a degree of at least 1, or "auto".')
-        written(layout)
+        try:
+            model = run.model_spec()
+        except SpecError:
+            model = None
+        if model is not None:
+            # With the model and the number of processes known, the refusal also names the nearest legal layouts.
+            world = layout.pp * layout.dp * layout.cp * layout.tp
+            resolve_layout(layout, model, world, seq_len=train.seq_len, global_batch=train.global_batch)
+    raise SpecError(f"{sentence}.")
+
+
+def _layout_rules(layout: LayoutTable, train: TrainTable) -> Iterator[str]:
+    """What is wrong with a layout whatever the model. Where dp follows from the processes, what no dp can mend."""
     dp = 1 if layout.dp == "auto" else layout.dp
-    if train.global_batch % (layout.micro_batch * dp):
-        below = train.global_batch // (layout.micro_batch * dp) * layout.micro_batch * dp
-        ranks = f" times layout.dp {dp}" if dp > 1 else ""
-        near = f"{below} or {below + layout.micro_batch * dp}" if below else str(layout.micro_batch * dp)
-        raise SpecError(
-            f"train.global_batch is {train.global_batch} sequences, not a multiple of layout.micro_batch "
-            f"{layout.micro_batch}{ranks}: use {near}."
-        )
-    if layout.virtual_stages > 1 and layout.pp == 1:
-        raise SpecError(f"layout.virtual_stages is {layout.virtual_stages}, but layout.pp is 1: there is no pipeline.")
-    parts = layout.cp * (2 if layout.cp_kind == "ring" else 1) if layout.cp > 1 else 1
-    if train.seq_len % parts:
-        raise SpecError(
-            f"train.seq_len is {train.seq_len} tokens, which {layout.cp_kind} context parallelism of degree "
-            f"{layout.cp} splits in {parts} equal parts: use a multiple of {parts}."
-        )
+    if layout.dp != "auto" and layout.tp * layout.cp * dp % (layout.etp * layout.ep):
+        yield expert_mesh_sentence(layout.tp, layout.cp, dp, layout.ep, layout.etp)
+    if layout.stages is not None:
+        expand(layout.stages)
+    yield from virtual_stage_rule(layout.pp, layout)
+    yield from sequence_rule(layout.cp, layout.tp, layout.cp_kind, train.seq_len)
+    yield from batch_rule(dp, layout, train.global_batch)
+    yield from micro_batch_rule(layout.pp, dp, layout, train.global_batch)
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

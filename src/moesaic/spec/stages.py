@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .errors import SpecError
 
@@ -43,6 +44,7 @@ class Stage:
         return ", ".join(parts) or "nothing"
 
 
+@lru_cache(maxsize=256)
 def default_stages(count: int, layers: int, mtp: int) -> tuple[Stage, ...]:
     """`layers` dealt as evenly as `count` stages allow, earlier stages taking one more; the embedding on the first
     stage, prediction blocks (if `mtp` > 0) and head on the last."""
@@ -56,6 +58,7 @@ def default_stages(count: int, layers: int, mtp: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+@lru_cache(maxsize=256)
 def parse_stages(text: str, layers: int, mtp: int) -> tuple[Stage, ...]:
     """The stages that a stage string describes, for a model of `layers` decoder layers and `mtp` prediction blocks.
 
