@@ -54,6 +54,15 @@ class ExpertGrads:
     down_bias_D: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class ExpertLeft:
+    """What `expert_weight_gradients` needs of a backward that left them: activations a_nF times their router weights,
+    and the gradient of pre-activations, both in the compute type."""
+
+    a_nF: Tensor
+    grad_h_nG: Tensor
+
+
 def product_spans(rows: int) -> list[tuple[int, int]]:
     """Split `rows` evenly into spans of at most ROWS_PER_PRODUCT."""
     pieces = max(1, math.ceil(rows / ROWS_PER_PRODUCT))
@@ -150,22 +159,22 @@ def expert_backward(
     grad_y_nD: Tensor,
     grad_weight_n: Tensor | None,
     accumulate: bool,
+    left: ExpertLeft | None = None,
 ) -> Tensor:
     """Backward of `expert_forward`: fills `grads` and `grad_weight_n`, returns grad_x_nD in the workspace.
 
     x_nD, grad_y_nD and the weights are in the compute type, h_nG in the storage type. With `accumulate` the weight
-    gradients are added to what stands there.
+    gradients are added to what stands there. With `left` they are not computed: `left` is filled instead.
     """
     rows, width = x_nD.shape[0], weights.down_DF.shape[1]
     dtype = x_nD.dtype
     grad_a_nF = WORKSPACE.get("grad_a", rows, width, x_nD, dtype)
     torch.mm(grad_y_nD, weights.down_DF, out=grad_a_nF)
-    if weights.down_bias_D is not None and grads.down_bias_D is not None:
-        total_D = grad_y_nD.sum(0) if weight_n is None else weight_n @ grad_y_nD
-        grads.down_bias_D.add_(total_D) if accumulate else grads.down_bias_D.copy_(total_D)
-
-    a_nF = WORKSPACE.get("a", rows, width, x_nD, dtype)
-    grad_h_nG = WORKSPACE.get("grad_h", rows, h_nG.shape[1], x_nD, dtype)
+    if left is None:
+        a_nF = WORKSPACE.get("a", rows, width, x_nD, dtype)
+        grad_h_nG = WORKSPACE.get("grad_h", rows, h_nG.shape[1], x_nD, dtype)
+    else:
+        a_nF, grad_h_nG = left.a_nF, left.grad_h_nG
     weight_n1 = a_nF if weight_n is None else weight_n[:, None]
     ones_F = WORKSPACE.get("ones", 1, width, x_nD, dtype)[0].fill_(1)
     for a, grad_a, h, grad_h, w, grad_w in _in_blocks(
@@ -194,13 +203,29 @@ def expert_backward(
     if weight_n is not None and grad_weight_n is not None and weights.down_bias_D is not None:
         grad_weight_n.add_(grad_y_nD @ weights.down_bias_D)
 
-    if grads.down_DF is not None:
-        _product(grad_y_nD.t(), a_nF, grads.down_DF, accumulate)
-    if grads.up_GD is not None:
-        _product(grad_h_nG.t(), x_nD, grads.up_GD, accumulate)
-    if grads.up_bias_G is not None:
-        total_G = grad_h_nG.sum(0)
-        grads.up_bias_G.add_(total_G) if accumulate else grads.up_bias_G.copy_(total_G)
+    if left is None:
+        expert_weight_gradients(grads, ExpertLeft(a_nF, grad_h_nG), x_nD, weight_n, grad_y_nD, accumulate)
     grad_x_nD = WORKSPACE.get("grad_x", rows, x_nD.shape[1], x_nD, dtype)
     torch.mm(grad_h_nG, weights.up_GD, out=grad_x_nD)
     return grad_x_nD
+
+
+def expert_weight_gradients(
+    grads: ExpertGrads,
+    left: ExpertLeft,
+    x_nD: Tensor,
+    weight_n: Tensor | None,
+    grad_y_nD: Tensor,
+    accumulate: bool,
+) -> None:
+    """The part of `expert_backward` that nothing waits for: fills `grads`, or adds to them with `accumulate`."""
+    if grads.down_bias_D is not None:
+        total_D = grad_y_nD.sum(0) if weight_n is None else weight_n @ grad_y_nD
+        grads.down_bias_D.add_(total_D) if accumulate else grads.down_bias_D.copy_(total_D)
+    if grads.down_DF is not None:
+        _product(grad_y_nD.t(), left.a_nF, grads.down_DF, accumulate)
+    if grads.up_GD is not None:
+        _product(left.grad_h_nG.t(), x_nD, grads.up_GD, accumulate)
+    if grads.up_bias_G is not None:
+        total_G = left.grad_h_nG.sum(0)
+        grads.up_bias_G.add_(total_G) if accumulate else grads.up_bias_G.copy_(total_G)

@@ -6,12 +6,14 @@ On a CPU torch's grouped product is a loop of ordinary ones; `experts` does bett
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesaic.model.activations import activate, activate_backward
+from moesaic.model.deferred import Later, Leaves
 from moesaic.model.expert_blocks import ExpertKind
 from moesaic.model.expert_rows import SortedRows
 
@@ -33,14 +35,20 @@ def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return sums_EN.index_add_(0, experts_R, values_RN.to(wide)).to(values_RN.dtype)
 
 
-def _sum_per_token(values_RN: Tensor, rows: SortedRows, top_k: int) -> Tensor:
-    """Sum of each token's K rows in fp32, [T, N] in the type of the rows.
+def _sum_per_token(values_RN: Tensor, rows: SortedRows, tokens: int, top_k: int) -> Tensor:
+    """Sum of each token's rows, at most K, in fp32, [T, N] in the type of the rows.
 
     Gathered, not added by index: on a GPU that adds in any order, and a resumed run would differ from its first life.
     """
-    place_R = torch.empty_like(rows.order_R)
-    place_R[rows.order_R] = torch.arange(len(place_R), device=place_R.device)
-    values_TKN = values_RN.index_select(0, place_R).unflatten(0, (-1, top_k))
+    places = torch.arange(len(rows.order_R), device=values_RN.device)
+    if len(places) == tokens * top_k:
+        place_R = torch.empty_like(rows.order_R)
+        place_R[rows.order_R] = places
+    else:  # choices of experts elsewhere take a row of zeros
+        place_R = torch.full((tokens * top_k,), len(places), device=values_RN.device)
+        place_R[rows.order_R] = places
+        values_RN = torch.cat((values_RN, values_RN.new_zeros(1, values_RN.shape[1])))
+    values_TKN = values_RN.index_select(0, place_R).view(tokens, top_k, -1)
     return values_TKN.sum(1, dtype=torch.promote_types(values_RN.dtype, torch.float32)).to(values_RN.dtype)
 
 
@@ -74,43 +82,62 @@ def grouped_forward(
 
 def grouped_backward(
     kind: ExpertKind,
-    x_RD: Tensor,
     weight_R: Tensor | None,
     h_RG: Tensor,
     grad_y_RD: Tensor,
     offsets_E: Tensor,
     up_EGD: Tensor,
     down_EDF: Tensor,
-    up_bias_EG: Tensor | None,
     down_bias_ED: Tensor | None,
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Backward of `grouped_forward`: grad_x_RD, grad_weight_R (None without weights), and the gradients of up, down,
-    up bias and down bias (None without biases). Experts without rows get zeros."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Backward of `grouped_forward` except for parameters: grad_x_RD, grad_weight_R (None without weights), and for
+    `grouped_weight_gradients` the activations a_RF times their weights and grad_h_RG."""
     grad_a_RF = _grouped_mm(grad_y_RD, down_EDF, offs=offsets_E)
     a_RF, grad_h_RG = torch.empty_like(grad_a_RF), torch.empty_like(h_RG)
     grad_weight_R = None
     if weight_R is None:
         activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF, grad_h_RG, a_RF)
-        weighted_RD = grad_y_RD
     else:
         activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF * weight_R[:, None], grad_h_RG, a_RF)
         grad_weight_R = (grad_a_RF * a_RF).sum(1)
         a_RF.mul_(weight_R[:, None])
-        weighted_RD = grad_y_RD * weight_R[:, None] if down_bias_ED is not None else grad_y_RD
         if down_bias_ED is not None:
-            grad_weight_R += (grad_y_RD * _per_row(down_bias_ED, offsets_E, x_RD.shape[0])).sum(1)
-    grad_down_EDF = _grouped_mm(grad_y_RD.t(), a_RF, offs=offsets_E)
-    grad_up_EGD = _grouped_mm(grad_h_RG.t(), x_RD, offs=offsets_E)
-    biases = (
-        None if up_bias_EG is None else _sum_per_expert(grad_h_RG, offsets_E),
-        None if down_bias_ED is None else _sum_per_expert(weighted_RD, offsets_E),
+            grad_weight_R += (grad_y_RD * _per_row(down_bias_ED, offsets_E, h_RG.shape[0])).sum(1)
+    return _grouped_mm(grad_h_RG, up_EGD, offs=offsets_E), grad_weight_R, a_RF, grad_h_RG
+
+
+def grouped_weight_gradients(
+    x_RD: Tensor,
+    weight_R: Tensor | None,
+    a_RF: Tensor,
+    grad_h_RG: Tensor,
+    grad_y_RD: Tensor,
+    offsets_E: Tensor,
+    wanted: Sequence[bool],
+    adds_down_bias: bool,
+) -> list[Tensor | None]:
+    """The `wanted` of the gradients of up, down, up bias and down bias. Experts without rows get zeros, and so does a
+    down bias that another rank adds."""
+
+    def down_bias() -> Tensor:
+        if not adds_down_bias:
+            return grad_y_RD.new_zeros(offsets_E.shape[0], grad_y_RD.shape[1])
+        return _sum_per_expert(grad_y_RD if weight_R is None else grad_y_RD * weight_R[:, None], offsets_E)
+
+    gradients: tuple[Callable[[], Tensor], ...] = (
+        lambda: _grouped_mm(grad_h_RG.t(), x_RD, offs=offsets_E),
+        lambda: _grouped_mm(grad_y_RD.t(), a_RF, offs=offsets_E),
+        lambda: _sum_per_expert(grad_h_RG, offsets_E),
+        down_bias,
     )
-    grad_x_RD = _grouped_mm(grad_h_RG, up_EGD, offs=offsets_E)
-    return grad_x_RD, grad_weight_R, [grad_up_EGD, grad_down_EDF, *biases]
+    return [gradient() if want else None for gradient, want in zip(gradients, wanted, strict=True)]
 
 
 class GroupedExperts(torch.autograd.Function):
-    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts; `module` is the `Experts`."""
+    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts; `module` is the `Experts`.
+
+    With `later` the weights come detached, and backward leaves their gradients.
+    """
 
     @staticmethod
     def forward(
@@ -124,9 +151,11 @@ class GroupedExperts(torch.autograd.Function):
         up_bias_EG: Tensor | None,
         down_bias_ED: Tensor | None,
         keep: bool,
+        later: Later | None,
     ) -> Tensor:
-        parameters = (up_EGD, down_EDF, up_bias_EG, down_bias_ED)
-        rows = SortedRows.sort(ids_TK, up_EGD.shape[0])
+        bias_ED = down_bias_ED if module.adds_down_bias else None
+        parameters = (up_EGD, down_EDF, up_bias_EG, bias_ED)
+        rows = SortedRows.sort(ids_TK, up_EGD.shape[0], module.has_all_experts)
         ends_E = rows.ends_E.to(torch.int32)
         weight_R = weights_TK.reshape(-1).index_select(0, rows.order_R).to(x_TD.dtype)
         x_RD = x_TD.index_select(0, rows.tokens_R)
@@ -136,25 +165,44 @@ class GroupedExperts(torch.autograd.Function):
             module.kind, x_RD, None if module.weights_on_input else weight_R, ends_E, *parameters
         )
         if keep:
-            ctx.module, ctx.rows, ctx.shape_TK = module, rows, ids_TK.shape
+            ctx.module, ctx.rows, ctx.shape_TK, ctx.later = module, rows, ids_TK.shape, later
             ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, *parameters)
-        return _sum_per_token(y_RD, rows, ids_TK.shape[1])
+        return _sum_per_token(y_RD, rows, *ids_TK.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
-        x_TD, weight_R, h_RG, ends_E, *parameters = ctx.saved_tensors
-        rows, on_input = ctx.rows, ctx.module.weights_on_input
+        x_TD, weight_R, h_RG, ends_E, up_EGD, down_EDF, _, down_bias_ED = ctx.saved_tensors
+        (grad_y_TD,) = outputs
+        rows, on_input, adds_bias = ctx.rows, ctx.module.weights_on_input, ctx.module.adds_down_bias
+        inner_R = None if on_input else weight_R
         plain_RD = x_TD.index_select(0, rows.tokens_R)
         x_RD = plain_RD * weight_R[:, None] if on_input else plain_RD
-        grad_y_RD = outputs[0].index_select(0, rows.tokens_R)
-        grad_x_RD, grad_weight_R, grads = grouped_backward(
-            ctx.module.kind, x_RD, None if on_input else weight_R, h_RG, grad_y_RD, ends_E, *parameters
+        grad_y_RD = grad_y_TD.index_select(0, rows.tokens_R)
+        grad_x_RD, grad_weight_R, a_RF, grad_h_RG = grouped_backward(
+            ctx.module.kind, inner_R, h_RG, grad_y_RD, ends_E, up_EGD, down_EDF, down_bias_ED
         )
+
+        def left_gradients(leaves: Leaves) -> list[Tensor | None]:
+            # Rows are gathered again: kept until now they would be top-k times as large as the tokens.
+            x_RD = x_TD.index_select(0, rows.tokens_R)
+            if on_input:
+                x_RD.mul_(weight_R[:, None])
+            grad_y_RD = grad_y_TD.index_select(0, rows.tokens_R)
+            wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+            return grouped_weight_gradients(x_RD, inner_R, a_RF, grad_h_RG, grad_y_RD, ends_E, wanted, adds_bias)
+
+        if ctx.later is None:
+            wanted = ctx.needs_input_grad[4:8]
+            grads = grouped_weight_gradients(x_RD, inner_R, a_RF, grad_h_RG, grad_y_RD, ends_E, wanted, adds_bias)
+        else:
+            grads = [None] * 4
+            ctx.later.leave(left_gradients)
         if grad_weight_R is None:
             grad_weight_R = (grad_x_RD * plain_RD).sum(1)
             grad_x_RD = grad_x_RD * weight_R[:, None]
-        grad_x_TD = _sum_per_token(grad_x_RD, rows, ctx.shape_TK[1])
-        grad_weights_TK = torch.empty(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
+        grad_x_TD = _sum_per_token(grad_x_RD, rows, *ctx.shape_TK)
+        new = torch.empty if ctx.module.has_all_experts else torch.zeros
+        grad_weights_TK = new(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows.order_R, grad_weight_R.float())
-        return None, grad_x_TD, None, grad_weights_TK, *grads, None
+        return None, grad_x_TD, None, grad_weights_TK, *grads, None, None

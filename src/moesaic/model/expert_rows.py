@@ -14,7 +14,7 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SortedRows:
-    """The T·K choices of T tokens, sorted by expert.
+    """Those of the T·K choices of T tokens that are on experts here, sorted by expert.
 
     order_R: position of each sorted row in the flat [T·K] choices; tokens_R: the token it belongs to;
     ends_E: the row after each expert's last, on the device of the choices.
@@ -25,9 +25,19 @@ class SortedRows:
     ends_E: Tensor
 
     @classmethod
-    def sort(cls, ids_TK: Tensor, experts: int) -> SortedRows:
-        """Stable sort, so rows of an expert keep the order of their tokens. Does not wait for the device."""
-        sorted_R, order_R = ids_TK.reshape(-1).sort(stable=True)
+    def sort(cls, ids_TK: Tensor, experts: int, all_here: bool = True) -> SortedRows:
+        """Stable sort, so rows of an expert keep the order of their tokens.
+
+        Unless `all_here`, ids outside 0 … E − 1 are choices of experts elsewhere and left out, for which their number
+        is awaited; otherwise the device is not waited for.
+        """
+        if all_here:
+            sorted_R, order_R = ids_TK.reshape(-1).sort(stable=True)
+        else:
+            flat = ids_TK.reshape(-1)
+            here_R = ((flat >= 0) & (flat < experts)).nonzero()[:, 0]
+            sorted_R, order_R = flat.index_select(0, here_R).sort(stable=True)
+            order_R = here_R.index_select(0, order_R)
         ends_E = torch.searchsorted(sorted_R, torch.arange(experts, device=ids_TK.device), right=True)
         return cls(order_R, order_R // ids_TK.shape[1], ends_E)
 

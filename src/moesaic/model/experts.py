@@ -1,25 +1,34 @@
-"""The routed experts of one layer, as one autograd function over a rank's own tokens.
+"""The routed experts of one layer, or this rank's share of them, as one autograd function over the tokens it was sent.
 
 Forward: sort the T·K choices by expert once; for each expert gather its rows, multiply, and add the weighted result to
 the tokens' sums. Backward does the same with gradients. No [T·K, D] tensor exists in either direction: rows are
 gathered into, and sums taken from, a workspace that fits one expert. Kept for backward: x, the pre-activations h
 [R, 2F], and the routing; activations are rebuilt from h, outputs are not needed (see `expert_blocks`).
+
+How tokens come here and results go back is the dispatcher's business (`moesaic.dispatch`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.mesh.cut import Cut, Piece, new_parameter
+from moesaic.mesh.mesh import ExpertGroups
+from moesaic.model.deferred import Later, hide_from_autograd
 from moesaic.model.expert_blocks import (
     ExpertGrads,
     ExpertKind,
+    ExpertLeft,
     ExpertWeights,
     as_compute,
     expert_backward,
     expert_forward,
+    expert_weight_gradients,
     gather_rows,
     product_spans,
 )
@@ -32,7 +41,10 @@ from moesaic.spec.model import MoeSpec
 
 
 class _ExpertByExpert(torch.autograd.Function):
-    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts. Without `keep` there is no backward."""
+    """y_TD from x_TD, ids_TK, weights_TK and the stacked weights of E experts. Without `keep` there is no backward.
+
+    With `later` the weights come detached, and backward leaves their gradients.
+    """
 
     @staticmethod
     def forward(
@@ -46,15 +58,17 @@ class _ExpertByExpert(torch.autograd.Function):
         up_bias_EG: Tensor | None,
         down_bias_ED: Tensor | None,
         keep: bool,
+        later: Later | None,
     ) -> Tensor:
         dtype = compute_dtype(x_TD)
-        rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0])
+        rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0], module.has_all_experts)
+        bias_ED = down_bias_ED if module.adds_down_bias else None
         weights_R = weights_TK.reshape(-1).index_select(0, rows_by_expert.order_R).to(dtype)
         h_RG = POOL.take((len(rows_by_expert.order_R) if keep else 0, up_EGD.shape[1]), x_TD)
 
         def run(spans: list[Span], y_TD: Tensor) -> None:
             for e, start, end in spans:
-                weights = _expert_weights(e, dtype, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
+                weights = _expert_weights(e, dtype, up_EGD, down_EDF, up_bias_EG, bias_ED)
                 for a, b in product_spans(end - start):
                     rows = slice(start + a, start + b)
                     tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
@@ -72,7 +86,7 @@ class _ExpertByExpert(torch.autograd.Function):
 
         y_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
         if keep:
-            ctx.module, ctx.rows_by_expert, ctx.shape_TK = module, rows_by_expert, ids_TK.shape
+            ctx.module, ctx.rows_by_expert, ctx.shape_TK, ctx.later = module, rows_by_expert, ids_TK.shape, later
             ctx.save_for_backward(x_TD, weights_R, h_RG, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
         return y_TD.to(x_TD.dtype)
 
@@ -81,17 +95,25 @@ class _ExpertByExpert(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
         (grad_y_TD,) = outputs
         x_TD, weights_R, h_RG, *parameters = ctx.saved_tensors
-        module, rows_by_expert = ctx.module, ctx.rows_by_expert
+        module, rows_by_expert, later = ctx.module, ctx.rows_by_expert, ctx.later
         dtype = compute_dtype(x_TD)
-        _, _, _, wants_weights, *wanted, _ = ctx.needs_input_grad
+        _, _, _, wants_weights, *wanted, _, _ = ctx.needs_input_grad
         into, in_place = _gradients(module, parameters, wanted)
+        filled = _filled(module, into)
+        if not module.adds_down_bias:
+            parameters[-1] = None
+        left = None
+        if later is not None:
+            rows, up_width, width = h_RG.shape[0], h_RG.shape[1], parameters[1].shape[2]
+            like = x_TD.new_empty(0, dtype=dtype)
+            left = ExpertLeft(POOL.take((rows, width), like), POOL.take((rows, up_width), like))
         grad_weights_R = torch.zeros_like(weights_R)
         grad_y_TD = grad_y_TD.contiguous()
 
         def run(spans: list[Span], grad_x_TD: Tensor) -> None:
             for e, start, end in spans:
                 weights = _expert_weights(e, dtype, *parameters)
-                grads = ExpertGrads(*(None if g is None else g[e] for g in into))
+                grads = ExpertGrads(*(None if g is None else g[e] for g in filled))
                 for a, b in product_spans(end - start):
                     rows = slice(start + a, start + b)
                     tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
@@ -108,6 +130,7 @@ class _ExpertByExpert(torch.autograd.Function):
                         gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
                         grad_weights_R[rows] if wants_weights else None,
                         accumulate=a > 0 or in_place,
+                        left=None if left is None else ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
                     )
                     if module.weights_on_input:
                         torch.sum(grad_x_nD * plain_nD, 1, out=grad_weights_R[rows])
@@ -115,14 +138,69 @@ class _ExpertByExpert(torch.autograd.Function):
                     grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
 
         grad_x_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
-        for g in (g for g in into if g is not None and not in_place):
-            for e, start, end in rows_by_expert.spans:
-                if start == end:
-                    g[e].zero_()
-        grad_weights_TK = torch.empty(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
+        if left is None:
+            returned = _finished(module, into, in_place, rows_by_expert)
+        else:
+            returned = [None] * len(parameters)
+            later.leave(partial(_left_gradients, module, rows_by_expert, left, x_TD, weights_R, grad_y_TD))
+        new = torch.empty if module.has_all_experts else torch.zeros
+        grad_weights_TK = new(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows_by_expert.order_R, grad_weights_R)
-        returned = [None if in_place else g for g in into]
-        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned, None
+        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned, None, None
+
+
+def _left_gradients(
+    module: Experts,
+    rows_by_expert: SortedRows,
+    left: ExpertLeft,
+    x_TD: Tensor,
+    weights_R: Tensor,
+    grad_y_TD: Tensor,
+    parameters: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of `parameters` that a backward left."""
+    dtype = compute_dtype(x_TD)
+    into, in_place = _gradients(module, parameters, [p is not None and p.requires_grad for p in parameters])
+    filled = _filled(module, into)
+
+    def run(spans: list[Span], _: Tensor) -> None:
+        for e, start, end in spans:
+            grads = ExpertGrads(*(None if g is None else g[e] for g in filled))
+            for a, b in product_spans(end - start):
+                rows = slice(start + a, start + b)
+                tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
+                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                expert_weight_gradients(
+                    grads,
+                    ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
+                    x_nD.mul_(weight_n[:, None]) if module.weights_on_input else x_nD,
+                    None if module.weights_on_input else weight_n,
+                    gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
+                    accumulate=a > 0 or in_place,
+                )
+
+    run_experts(rows_by_expert.busy, run, x_TD[:0], dtype)
+    return _finished(module, into, in_place, rows_by_expert)
+
+
+def _filled(module: Experts, into: list[Tensor | None]) -> list[Tensor | None]:
+    """Those gradients that rows add to: without that of a bias that another rank adds."""
+    return into if module.adds_down_bias else [*into[:-1], None]
+
+
+def _finished(
+    module: Experts, into: list[Tensor | None], in_place: bool, rows_by_expert: SortedRows
+) -> list[Tensor | None]:
+    """What autograd gets: zero where an expert had no rows; None where `.grad` has been added to."""
+    if in_place:
+        return [None] * len(into)
+    if not module.adds_down_bias and into[-1] is not None:
+        into[-1].zero_()
+    for g in (g for g in into if g is not None):
+        for e, start, end in rows_by_expert.spans:
+            if start == end:
+                g[e].zero_()
+    return into
 
 
 def _expert_weights(
@@ -137,7 +215,7 @@ def _expert_weights(
 
 
 def _gradients(
-    module: Experts, parameters: list[Tensor | None], wanted: tuple[bool, ...]
+    module: Experts, parameters: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[list[Tensor | None], bool]:
     """Where the parameters' gradients go, and whether that is their `.grad` (then autograd gets None)."""
     pairs = list(zip(parameters, wanted, strict=True))
@@ -147,17 +225,23 @@ def _gradients(
 
 
 class Experts(nn.Module):
-    """E feed-forward experts with stacked weights.
+    """E feed-forward experts with stacked weights, or the part of them that a rank of `groups` holds.
 
     Parameters: `gate_up` [E, 2F, D] (gate rows, then up rows) and `down` [E, D, F]; for ungated experts `up` [E, F, D]
-    in place of `gate_up`; with biases also `gate_up_bias` [E, 2F] (`up_bias` [E, F]) and `down_bias` [E, D].
+    in place of `gate_up`; with biases also `gate_up_bias` [E, 2F] (`up_bias` [E, F]) and `down_bias` [E, D]. Expert
+    parallelism splits E, expert tensor parallelism F: then outputs are partial sums over the ranks of both.
 
     `accumulate_in_place`: backward adds weight gradients straight to an existing `.grad` instead of handing autograd a
     tensor to add. Off by default, because hooks on the parameters then see no gradient.
     """
 
     def __init__(
-        self, moe: MoeSpec, hidden: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        moe: MoeSpec,
+        hidden: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        groups: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
         expert, experts = moe.expert, moe.router.experts
@@ -166,31 +250,34 @@ class Experts(nn.Module):
         self.weights_on_input = moe.router.apply == "input"
         self.accumulate_in_place = False
         self.up_name = "gate_up" if expert.gated else "up"
+        ep, ep_rank = (1, 0) if groups is None else (groups.ep.size, groups.ep.rank)
+        etp, etp_rank = (1, 0) if groups is None else (groups.etp.size, groups.etp.rank)
+        self.has_all_experts = ep == 1
+        self.adds_down_bias = etp_rank == 0  # once, where the width is cut
 
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+        def new(shape: tuple[int, ...], width_dim: int | None, segments: int = 1) -> nn.Parameter:
+            width = () if width_dim is None else (Piece(width_dim, etp, etp_rank, segments),)
+            cut = Cut(shape, (Piece(0, ep, ep_rank), *width), expert=True)
+            return new_parameter(cut, dtype=dtype, device=device)
 
-        self.register_parameter(self.up_name, empty(experts, rows, hidden))
-        self.down = empty(experts, hidden, expert.width)
-        self.register_parameter(self.up_name + "_bias", empty(experts, rows) if expert.bias else None)
-        self.register_parameter("down_bias", empty(experts, hidden) if expert.bias else None)
+        halves = 2 if expert.gated else 1
+        self.register_parameter(self.up_name, new((experts, rows, hidden), 1, halves))
+        self.down = new((experts, hidden, expert.width), 2)
+        self.register_parameter(self.up_name + "_bias", new((experts, rows), 1, halves) if expert.bias else None)
+        self.register_parameter("down_bias", new((experts, hidden), None) if expert.bias else None)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """x_TD through the experts `ids_TK` (int64) that each token chose, summed with `weights_TK`. Returns y_TD.
 
-        No gradient flows to `ids_TK`. Experts without tokens get a zero gradient.
+        Ids count the experts that are here. With expert parallelism, numbers outside their range stand for experts
+        elsewhere: they add nothing, and the gradient of their weights is zero. No gradient flows to `ids_TK`. Experts
+        without tokens get a zero gradient.
         """
         function = GroupedExperts if self.uses_grouped_products(x_TD) else _ExpertByExpert
+        up, up_bias = self.get_parameter(self.up_name), getattr(self, self.up_name + "_bias")
+        later, parameters = hide_from_autograd(x_TD, up, self.down, up_bias, self.down_bias)
         return function.apply(  # type: ignore[no-any-return]
-            self,
-            x_TD,
-            ids_TK,
-            weights_TK,
-            self.get_parameter(self.up_name),
-            self.down,
-            getattr(self, self.up_name + "_bias"),
-            self.down_bias,
-            torch.is_grad_enabled(),
+            self, x_TD, ids_TK, weights_TK, *parameters, torch.is_grad_enabled(), later
         )
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:

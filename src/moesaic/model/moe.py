@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moesaic.dispatch import make_dispatcher
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.experts import Experts
 from moesaic.model.linear import Linear
 from moesaic.model.mlp import Mlp
@@ -13,26 +15,43 @@ from moesaic.spec.model import MoeSpec
 
 
 class Moe(nn.Module):
-    """y = Σ over chosen experts of weight · expert(x), combined with the shared expert if there is one."""
+    """y = Σ over chosen experts of weight · expert(x), combined with the shared expert if there is one.
 
-    def __init__(self, spec: MoeSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    The router sees own tokens; a dispatcher brings them to the experts, which live on the expert mesh, and back.
+    """
+
+    def __init__(
+        self,
+        spec: MoeSpec,
+        hidden: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        mesh: Mesh | None = None,
+    ) -> None:
         super().__init__()
+        mesh = mesh or Mesh.single()
+        groups = mesh.expert(spec.router.experts)
         self.spec = spec
+        self.dispatcher = make_dispatcher(mesh.dispatcher, groups, spec.router.experts)
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
-        self.experts = Experts(spec, hidden, dtype, device)
-        self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device)
+        self.experts = Experts(spec, hidden, dtype, device, groups)
+        self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)
         self.shared_gate = None
         if self.shared is not None and spec.shared_combine != "sum":
             learned = spec.shared_combine == "learned"
             self.shared_gate = Linear(hidden, 2 if learned else 1, learned, dtype=dtype, device=device)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
-        """x [T, D] to y [T, D] and the routing that led there."""
+    def forward(self, x_TD: Tensor, batch: int = 1) -> tuple[Tensor, Routing]:
+        """x [T, D] of own tokens, `batch` rows, to y [T, D] and the routing that led there."""
         routing = self.router(x_TD)
-        y_TD = self.experts(x_TD, routing.ids_TK, routing.weights_TK)
-        if self.shared is None:
+        sent = self.dispatcher.start_dispatch(x_TD, routing.ids_TK, routing.weights_TK)
+        shared_TD = None if self.shared is None else self.shared(x_TD, batch)
+        here = sent.finish()
+        y_RD = self.experts(here.rows_RD, here.ids_RK, here.weights_RK)
+        y_TD = self.dispatcher.combine(y_RD, here.handle)
+        if shared_TD is None:
             return y_TD, routing
-        shared_TD = self.shared(x_TD)
         if self.shared_gate is None:
             return y_TD + shared_TD, routing
         gate = self.shared_gate(x_TD)

@@ -1,0 +1,39 @@
+"""How tokens reach the experts that they chose, and how results come back."""
+
+from __future__ import annotations
+
+from moesaic.dispatch.allgather import AllGatherDispatcher
+from moesaic.dispatch.alltoall import AllToAllDispatcher
+from moesaic.dispatch.local import LocalDispatcher
+from moesaic.dispatch.protocol import Dispatched, Dispatcher, PendingCombine, PendingDispatch
+from moesaic.mesh.mesh import ExpertGroups
+from moesaic.spec.errors import SpecError
+
+__all__ = ["Dispatched", "Dispatcher", "PendingCombine", "PendingDispatch", "make_dispatcher"]
+
+
+def make_dispatcher(name: str, groups: ExpertGroups, experts: int) -> Dispatcher:
+    """The dispatcher `name` for a layer of `experts` experts, whose groups are `groups`.
+
+    Where nothing travels it is `local` whatever `name` says; over experts that are cut but not spread, `alltoall` is
+    the same as `allgather`.
+
+    Raises:
+        SpecError: an unknown name, `local` where experts are spread, or experts that do not divide by the ranks.
+    """
+    ep, etp = groups.ep, groups.etp
+    if experts % ep.size:
+        raise SpecError(
+            f"{experts} experts do not divide by {ep.size} expert-parallel ranks; take an ep that divides it."
+        )
+    here = experts // ep.size
+    if groups.ep_etp.size == 1:
+        return LocalDispatcher(here, 0)
+    if name == "allgather" or (name == "alltoall" and ep.size == 1):
+        return AllGatherDispatcher(here, here * ep.rank, groups.ep_etp)
+    if name == "alltoall":
+        return AllToAllDispatcher(here, here * ep.rank, ep, etp)
+    raise SpecError(
+        f"dispatcher {name!r} cannot bring tokens to experts on ep·etp = {ep.size}·{etp.size} = {groups.ep_etp.size} "
+        "ranks; use allgather or alltoall."
+    )

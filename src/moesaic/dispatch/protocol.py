@@ -1,0 +1,218 @@
+"""What a dispatcher promises, and how its two directions are differentiated.
+
+`dispatch` brings tokens to the ranks that hold their experts, `combine` brings back sums over experts. Each is also a
+pair of start and finish, so that other work can stand between; in backward that work stands between the same two, since
+autograd runs nodes in the reverse order of their making. Dispatchers own no parameters.
+
+Letters: T own tokens, K choices per token, R rows on this rank, D hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moesaic.dispatch.route import Arrival, Route
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The rows that this rank's experts compute.
+
+    rows_RD: one row per token that has work here; ids_RK: experts of this rank that each row goes through, counted from
+    this rank's first, −1 for choices that are elsewhere; weights_RK: the router weights of those choices, fp32.
+    `handle` is for `combine`.
+    """
+
+    rows_RD: Tensor
+    ids_RK: Tensor
+    weights_RK: Tensor
+    handle: Route
+
+
+class Dispatcher(ABC):
+    """Tokens to experts and back. All ranks of the expert group call the same methods in the same order."""
+
+    name: str
+
+    def __init__(self, experts_here: int, first_expert: int) -> None:
+        self.experts_here = experts_here
+        self.first_expert = first_expert
+
+    @abstractmethod
+    def route(self, ids_TK: Tensor) -> Route:
+        """The route of tokens that chose the experts `ids_TK` (of all experts). May wait for other ranks' counts."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """Tokens x_TD with their choices to the ranks of these experts. Gradients flow to x and to the weights."""
+        return self.start_dispatch(x_TD, ids_TK, weights_TK).finish()
+
+    def combine(self, y_RD: Tensor, handle: Route) -> Tensor:
+        """For each own token the sum of its rows y on all ranks, y_TD."""
+        return self.start_combine(y_RD, handle).finish()
+
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> PendingDispatch:
+        """Begin `dispatch`. x may not change before `finish`."""
+        leg = _DispatchLeg(self.route(ids_TK), ids_TK, self.first_expert, self.experts_here)
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        token = _Start.apply(leg, x_TD, weights_TK.to(wide))
+
+        def finish() -> Dispatched:
+            rows_RD, weights_RK = _Finish.apply(leg, token)
+            return Dispatched(rows_RD, leg.ids_RK, weights_RK, leg.route)
+
+        return PendingDispatch(finish)
+
+    def start_combine(self, y_RD: Tensor, handle: Route) -> PendingCombine:
+        """Begin `combine`. y may not change before `finish`."""
+        leg = _CombineLeg(handle)
+        token = _Start.apply(leg, y_RD)
+        return PendingCombine(lambda: _Finish.apply(leg, token)[0])
+
+
+@dataclass(frozen=True)
+class PendingDispatch:
+    """A dispatch under way."""
+
+    _finish: Callable[[], Dispatched]
+
+    def finish(self) -> Dispatched:
+        """Wait for the rows."""
+        return self._finish()
+
+
+@dataclass(frozen=True)
+class PendingCombine:
+    """A combine under way."""
+
+    _finish: Callable[[], Tensor]
+
+    def finish(self) -> Tensor:
+        """Wait for the sums, y_TD."""
+        return self._finish()
+
+
+class _Leg(ABC):
+    """One direction of travel, and the opposite one for its gradients."""
+
+    wants: tuple[bool, ...]
+    """Which of what was sent needs a gradient."""
+
+    @abstractmethod
+    def start(self, *tensors: Tensor) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> tuple[Tensor, ...]: ...
+
+    @abstractmethod
+    def start_backward(self, *grads: Tensor) -> None: ...
+
+    @abstractmethod
+    def finish_backward(self) -> tuple[Tensor | None, ...]: ...
+
+
+class _DispatchLeg(_Leg):
+    ids_RK: Tensor
+
+    def __init__(self, route: Route, ids_TK: Tensor, first: int, experts: int) -> None:
+        self.route, self.first, self.experts = route, first, experts
+        self.ids_TK: Tensor | None = ids_TK
+        self.arrivals: list[Arrival | None] = []
+
+    def start(self, *tensors: Tensor) -> None:
+        x_TD, weights_TK = tensors
+        assert self.ids_TK is not None
+        # Choices and weights are one message: numbers of the same size, whatever they mean.
+        choices_TJ = torch.cat(
+            (self.ids_TK.to(_BITS[weights_TK.itemsize]), weights_TK.view(_BITS[weights_TK.itemsize])), 1
+        )
+        self.ids_TK, self.weights_dtype = None, weights_TK.dtype
+        self.arrivals = [
+            self.route.start_spread(choices_TJ, "routing"),
+            self.route.start_spread(x_TD, "dispatch"),
+        ]
+
+    def finish(self) -> tuple[Tensor, ...]:
+        choices, rows = self.arrivals
+        assert choices is not None and rows is not None
+        self.arrivals = []
+        ids_RK, weights_RK = choices.wait().chunk(2, 1)
+        ids_RK = ids_RK.long() - self.first
+        self.ids_RK = ids_RK.masked_fill_((ids_RK < 0) | (ids_RK >= self.experts), -1)
+        return rows.wait(), weights_RK.contiguous().view(self.weights_dtype)
+
+    def start_backward(self, *grads: Tensor) -> None:
+        names = ("dispatch gradient", "routing gradient")
+        self.arrivals = [
+            self.route.start_collect(grad, name) if wanted else None
+            for grad, name, wanted in zip(grads, names, self.wants, strict=True)
+        ]
+
+    def finish_backward(self) -> tuple[Tensor | None, ...]:
+        arrivals, self.arrivals = self.arrivals, []
+        return tuple(None if arrival is None else arrival.wait() for arrival in arrivals)
+
+
+class _CombineLeg(_Leg):
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.arrival: Arrival | None = None
+
+    def start(self, *tensors: Tensor) -> None:
+        self.arrival = self.route.start_collect(tensors[0], "combine")
+
+    def finish(self) -> tuple[Tensor, ...]:
+        return (self._arrived(),)
+
+    def start_backward(self, *grads: Tensor) -> None:
+        self.arrival = self.route.start_spread(grads[0], "combine gradient")
+
+    def finish_backward(self) -> tuple[Tensor | None, ...]:
+        return (self._arrived(),)
+
+    def _arrived(self) -> Tensor:
+        assert self.arrival is not None
+        arrival, self.arrival = self.arrival, None
+        return arrival.wait()
+
+
+_BITS = {4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as the router weights."""
+
+
+class _Start(Function):
+    """Sends tensors off. The empty tensor that it returns ties it to its `_Finish`, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, leg: _Leg, *tensors: Tensor) -> Tensor:
+        ctx.leg = leg
+        leg.wants = tuple(ctx.needs_input_grad[1:])
+        leg.start(*tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return None, *ctx.leg.finish_backward()
+
+
+class _Finish(Function):
+    """Waits for what `_Start` sent; its backward sends the gradients off, for which backward of `_Start` waits."""
+
+    @staticmethod
+    def forward(ctx: Any, leg: _Leg, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.leg = leg
+        return leg.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        ctx.leg.start_backward(*grads)
+        return None, grads[0].new_empty(0)
