@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         result = _app()(list(arguments) or ["--help"], prog_name="moesaic", standalone_mode=False)
     except MoesaicError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, error)
     except (KeyboardInterrupt, typer.Abort):
         result = _INTERRUPTED
     except ModuleNotFoundError as error:
@@ -68,7 +69,18 @@ def run() -> None:
         # A terminal that cannot show a letter, or a path that is not UTF-8, is no reason to stop.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except Exception as error:
+        code = 1
+        among = _among_several()
+        if among is None:
+            raise
+        among.report(f"{type(error).__name__}: {error}", code, error)
+    among = _among_several()
+    if among is not None:
+        among.leave(code)
+    sys.exit(code)
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -109,6 +121,21 @@ def _is_usage_error(error: Exception) -> bool:
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"moesaic: {message}", file=sys.stderr)
+def _fail(message: str, code: int, error: Exception | None = None) -> int:
+    among = _among_several()
+    if among is None:
+        print(f"moesaic: {message}", file=sys.stderr)
+    else:
+        among.report(message, code, error)
     return code
+
+
+def _among_several() -> Any:
+    """The module that speaks for one process of several; None where this is the only one."""
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        return None
+    try:
+        launch: Any = importlib.import_module("moesaic.train.launch")
+    except ModuleNotFoundError:
+        return None
+    return launch if launch.among_several() else None
