@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +39,7 @@ def layout(
     world: Annotated[
         int | None,
         typer.Option(
-            min=1, max=2**20, help="Processes in all [default: by layout.dp or [cluster], else the fewest possible]"
+            min=1, max=2**17, help="Processes in all [default: by layout.dp or [cluster], else the fewest possible]"
         ),
     ] = None,
     gpus_per_node: Annotated[
@@ -72,23 +73,25 @@ def layout(
     edp = given.pop("edp", None)
     texts += [f"layout.{name}={degree}" for name, degree in given.items()]
     file = Path(source) / "run.toml"
-    if source.endswith(".toml") or file.is_file():
+    bare = not source.endswith(".toml") and not file.is_file()
+    if not bare:
         file = file if file.is_file() else Path(source)
         run = parse_run(read_toml(file), texts, name=file.stem, source=str(file), check=False)
         model = run.model_spec()
-        asked = {"seq_len": run.train.seq_len, "global_batch": run.train.global_batch}
     else:
-        # Of a bare model neither sequence nor batch is known, unless --set gives them.
         run, model = parse_run({}, texts, check=False), load_model_spec(source)
-        fields = run.train.model_fields_set
-        asked = {name: getattr(run.train, name) if name in fields else None for name in ("seq_len", "global_batch")}
     if run.layout.dp != "auto" and run.layout.dp < 1:
         raise SpecError(f'layout.dp is {run.layout.dp}, but it takes a degree of at least 1, or "auto".')
+    # Of a bare model neither sequence nor batch is known, unless --set gives them.
+    known = run.train.model_fields_set if bare else {"seq_len", "global_batch"}
+    seq_len = run.train.seq_len if "seq_len" in known else None
+    batch = run.train.global_batch if "global_batch" in known else None
     ranks, node = world or run.world or fewest_ranks(run.layout), gpus_per_node or run.cluster.gpus_per_node or 8
     if everything:
-        _list((str(legal) for legal in legal_layouts(model, ranks, table=run.layout, **asked)), ranks, as_json)
+        legal = legal_layouts(model, ranks, table=run.layout, seq_len=seq_len, global_batch=batch)
+        _list((str(each) for each in legal), ranks, as_json)
         return
-    resolved = resolve_layout(run.layout, model, ranks, **asked)
+    resolved = resolve_layout(run.layout, model, ranks, seq_len=seq_len, global_batch=batch)
     if edp is not None and edp != resolved.edp:
         raise SpecError(f"--layout gives edp{edp}, but world / (pp·etp·ep) makes it edp{resolved.edp}: {resolved}.")
     facts = describe(resolved, node, len(model.mtp))
@@ -105,7 +108,7 @@ def describe(layout: Layout, gpus_per_node: int, mtp: int) -> dict[str, Any]:
     from moesaic.spec.stages import stages_text
 
     # Layers whose experts lie on the same mesh share its groups.
-    meshes = {ep: experts for experts, ep in layout.experts_ep} or {1: None}
+    meshes: dict[int, int | None] = {ep: experts for experts, ep in layout.experts_ep} or {1: None}
     several = len(meshes) > 1
     ranks = []
     for rank in range(layout.world):
@@ -148,7 +151,7 @@ def describe(layout: Layout, gpus_per_node: int, mtp: int) -> dict[str, Any]:
     }
 
 
-def _list(layouts: Any, world: int, as_json: bool) -> None:
+def _list(layouts: Iterator[str], world: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps(list(layouts), indent=2))
         return

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .errors import SpecError, nearest
-from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, refuse, stages_of
+from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, option_rules, stages_of
 from .model import ModelSpec
+from .nearest import refuse
 from .stages import Stage
 from .tables import LayoutTable
 
@@ -112,7 +113,7 @@ class Layout:
 
     def layer_ep(self, experts: int) -> int:
         """Expert-parallel degree of layers with that many experts: gcd(ep, experts), which is ep itself unless expert
-        counts differ (DeepSpeed's pyramid, arXiv 2201.05596, section 4.2)."""
+        counts differ (DeepSpeed-MoE, arXiv 2201.05596, where a layer takes one rank per expert)."""
         return math.gcd(self.ep, experts)
 
     def layer_edp(self, experts: int) -> int:
@@ -166,16 +167,13 @@ class Layout:
         for axis in axes:
             if axis not in names:
                 raise SpecError(f"{axis!r} is not an axis of this mesh of {self}: {nearest(axis, names)}")
-        groups: dict[int, list[int]] = {}
-        for rank in range(self.world):
-            rest, key, weight = rank, 0, 1
-            for name, size in reversed(digits):
-                rest, digit = divmod(rest, size)
-                if name not in axes:
-                    key += digit * weight
-                weight *= size
-            groups.setdefault(key, []).append(rank)
-        return [tuple(group) for group in groups.values()]
+        # A group is the ranks of its axes' coordinates, moved by the rank of the other coordinates.
+        inside, outside, stride = [0], [0], self.world
+        for name, size in digits:
+            stride //= size
+            ranks = inside if name in axes else outside
+            ranks[:] = [rank + stride * digit for rank in ranks for digit in range(size)]
+        return [tuple(start + rank for rank in inside) for start in outside]
 
 
 def resolve_layout(
@@ -217,12 +215,16 @@ def legal_layouts(
     degrees to consider, as in `tp=8`.
 
     Raises:
-        SpecError: a limit that is no degree, or a stage string that does not fit the model.
+        SpecError: a limit that is no degree, a key of `table` that no degrees can make legal, or a stage string that
+            does not fit the model.
     """
     for name in limits:
         if name not in Degrees._fields:
             raise SpecError(f"{name!r} is not a degree of a layout: {nearest(name, Degrees._fields)}")
     table, sizes = table or LayoutTable(), Sizes.of(model)
+    option = next(option_rules(table), None)
+    if option is not None:
+        raise SpecError(f"{option}.")
     for degrees in legal_degrees(sizes, world, table, seq_len, global_batch, limits):
         yield _layout(degrees, table, sizes)
 
@@ -247,7 +249,7 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
 
 def _dispatcher(asked: str, ep: int, etp: int, top_k: int) -> str:
     """An all-to-all moves k/ep of what an all-gather moves, at a lower bandwidth, so it is faster where k < 0.75·ep
-    (MegaScale-MoE, arXiv 2505.11432, section 3.2: Eqs. 3 and 4)."""
+    (MegaScale-MoE, arXiv 2505.11432, Eqs. 3 and 4)."""
     if asked != "auto":
         return asked
     if ep * etp == 1:

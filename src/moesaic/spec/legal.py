@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import NamedTuple
 
-from .errors import SpecError
 from .model import ModelSpec
 from .stages import Stage, default_stages, expand, parse_stages
 from .tables import LayoutTable
@@ -81,6 +79,7 @@ def sequence_multiple(cp: int, tp: int, cp_kind: str) -> int:
 
 
 def sequence_rule(cp: int, tp: int, cp_kind: str, seq_len: int) -> Iterator[str]:
+    """Every rank owns equally many tokens of a sequence of `seq_len` tokens."""
     parts = sequence_multiple(cp, tp, cp_kind)
     if seq_len % parts == 0:
         return
@@ -99,6 +98,7 @@ def sequence_rule(cp: int, tp: int, cp_kind: str, seq_len: int) -> Iterator[str]
 
 
 def batch_rule(dp: int, table: LayoutTable, global_batch: int) -> Iterator[str]:
+    """A step of `global_batch` sequences is whole micro-batches on every data-parallel rank."""
     each = table.micro_batch * dp
     if global_batch % each:
         below = global_batch // each * each
@@ -128,6 +128,7 @@ def micro_batch_rule(pp: int, dp: int, table: LayoutTable, global_batch: int) ->
 
 
 def virtual_stage_rule(pp: int, table: LayoutTable) -> Iterator[str]:
+    """What only a pipeline has."""
     if pp > 1:
         return
     if table.virtual_stages > 1:
@@ -156,6 +157,7 @@ def option_rules(table: LayoutTable) -> Iterator[str]:
 
 
 def stage_rules(pp: int, table: LayoutTable, sizes: Sizes) -> Iterator[str]:
+    """Every virtual stage has something to hold, or stands in a stage string of as many stages."""
     yield from virtual_stage_rule(pp, table)
     count = pp * table.virtual_stages
     if table.stages is None:
@@ -188,7 +190,7 @@ def dense_rules(
                 cut = "dense MLPs and shared experts" if what == "width" else "attention"
                 yield (
                     f"{what} % tp = {value} % {tp} = {value % tp}, not 0: tensor parallelism cuts {cut} into equal "
-                    f"parts (tp may be {_listed(_divisors(math.gcd(*sizes.heads, *sizes.kv_heads, *sizes.widths)))})"
+                    f"parts (tp may be {_listed(divisors(math.gcd(*sizes.heads, *sizes.kv_heads, *sizes.widths)))})"
                 )
     if cp > 1 and table.cp_kind == "ulysses":
         yield from _ulysses_rules(cp, tp, sizes)
@@ -225,7 +227,7 @@ def expert_rules(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Iterator
     if ep * etp > 1 and not sizes.experts:
         yield f"ep·etp = {ep}·{etp} = {ep * etp}, but {sizes.name} has no experts: use ep 1 and etp 1"
     elif sizes.experts and all(count % ep for count in sizes.experts):
-        may = f"ep may be {_listed(sorted({d for count in sizes.experts for d in _divisors(count)}))}"
+        may = f"ep may be {_listed(sorted({d for count in sizes.experts for d in divisors(count)}))}"
         if len(sizes.experts) == 1:
             yield (
                 f"experts % ep = {sizes.experts[0]} % {ep} = {sizes.experts[0] % ep}, not 0: every rank of an "
@@ -237,7 +239,7 @@ def expert_rules(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Iterator
         if width % etp:
             yield (
                 f"expert width % etp = {width} % {etp} = {width % etp}, not 0: tensor parallelism inside experts cuts "
-                f"them into equal parts (etp may be {_listed(_divisors(math.gcd(*sizes.expert_widths)))})"
+                f"them into equal parts (etp may be {_listed(divisors(math.gcd(*sizes.expert_widths)))})"
             )
     if table.dispatcher == "local" and ep * etp > 1:
         yield f"layout.dispatcher is 'local', but ep·etp = {ep}·{etp} = {ep * etp}: use auto, allgather or alltoall"
@@ -262,7 +264,7 @@ def mesh_rules(table: LayoutTable, world: int) -> Iterator[str]:
     if world < least:
         yield (
             f"pp·max(tp·cp, etp·ep) = {pp}·max({tp}·{cp}, {etp}·{ep}) = {least} is more than the {world} "
-            f"{_ranks(world)} there {'is' if world == 1 else 'are'}"
+            f"{processes(world)} there {'is' if world == 1 else 'are'}"
         )
         return
     if table.dp == "auto" and world % (pp * cp * tp):
@@ -279,6 +281,7 @@ def mesh_rules(table: LayoutTable, world: int) -> Iterator[str]:
 
 
 def expert_mesh_sentence(tp: int, cp: int, dp: int, ep: int, etp: int) -> str:
+    """What is said where etp·ep does not divide the ranks of a stage."""
     return (
         f"tp·cp·dp = etp·ep·edp does not hold: {tp}·{cp}·{dp} = {tp * cp * dp} is not a multiple of "
         f"etp·ep = {etp}·{ep} = {etp * ep}"
@@ -314,19 +317,19 @@ def legal_degrees(
 
     tps = math.gcd(*sizes.heads, *sizes.kv_heads, *sizes.widths)
     etps = math.gcd(*sizes.expert_widths) if sizes.experts else 1
-    for pp in allowed("pp", _divisors(world)):
+    for pp in allowed("pp", divisors(world)):
         if next(stage_rules(pp, table, sizes), None) is not None:
             continue
         stage = world // pp
         experts = [
             (etp, ep)
-            for etp in allowed("etp", _divisors(math.gcd(stage, etps)))
-            for ep in allowed("ep", _divisors(stage // etp))
+            for etp in allowed("etp", divisors(math.gcd(stage, etps)))
+            for ep in allowed("ep", divisors(stage // etp))
             if (ep == 1 or any(count % ep == 0 for count in sizes.experts))
             and stage // (etp * ep) <= most.get("edp", world)
         ]
-        for tp in allowed("tp", _divisors(math.gcd(stage, tps))):
-            for cp in allowed("cp", _divisors(stage // tp)):
+        for tp in allowed("tp", divisors(math.gcd(stage, tps))):
+            for cp in allowed("cp", divisors(stage // tp)):
                 dp = stage // (tp * cp)
                 if dp > most.get("dp", world):
                     continue
@@ -336,37 +339,6 @@ def legal_degrees(
                     degrees = Degrees(pp, dp, cp, tp, stage // (etp * ep), ep, etp)
                     if next(expert_rules(degrees, table, sizes), None) is None:
                         yield degrees
-
-
-def nearest_legal(
-    table: LayoutTable, sizes: Sizes, world: int, seq_len: int | None, global_batch: int | None, count: int = 3
-) -> list[Degrees]:
-    """The legal degrees closest to those of `table`: fewest changed degrees, then the smallest sum of |log| of the
-    ratios. dp counts as a degree where the table gives one; edp follows from the others. Of layouts as close, those
-    with the least tensor and context parallelism come first, since they communicate least."""
-    names = [name for name in ("pp", "dp", "cp", "tp", "ep", "etp") if getattr(table, name) != "auto"]
-
-    def distance(degrees: Degrees) -> tuple[int, float, int, int, int, Degrees]:
-        pairs = [(getattr(degrees, name), getattr(table, name)) for name in names]
-        logs = sum(abs(math.log(mine / asked)) for mine, asked in pairs)
-        changed = sum(mine != asked for mine, asked in pairs)
-        return changed, round(logs, 9), degrees.etp, degrees.tp, degrees.cp, degrees
-
-    return nsmallest(count, legal_degrees(sizes, world, table, seq_len, global_batch), key=distance)
-
-
-def nearest_worlds(
-    table: LayoutTable, sizes: Sizes, world: int, seq_len: int | None, global_batch: int | None
-) -> list[Degrees]:
-    """The nearest legal degrees at the closest smaller and the closest larger world that have any."""
-    found: list[Degrees] = []
-    for others in (range(world - 1, 0, -1), range(world + 1, 2 * world + 64)):
-        for other in others:
-            near = nearest_legal(table, sizes, other, seq_len, global_batch, 1)
-            if near:
-                found += near
-                break
-    return found
 
 
 def stages_of(pp: int, table: LayoutTable, sizes: Sizes) -> tuple[Stage, ...]:
@@ -380,59 +352,12 @@ def stages_of(pp: int, table: LayoutTable, sizes: Sizes) -> tuple[Stage, ...]:
     return parse_stages(table.stages, sizes.layers, sizes.mtp)
 
 
-def refuse(table: LayoutTable, sizes: Sizes, world: int, seq_len: int | None, global_batch: int | None) -> None:
-    """Nothing for a legal layout.
-
-    Raises:
-        SpecError: the first broken rule, with the nearest legal layouts where other degrees would help.
-    """
-    for sentence in option_rules(table):
-        raise SpecError(f"{sentence}.")
-    if table.stages is not None:
-        parse_stages(table.stages, sizes.layers, sizes.mtp)
-    sentence = next(_broken(table, sizes, world, seq_len, global_batch), None)
-    if sentence is None:
-        return
-    near = nearest_legal(table, sizes, world, seq_len, global_batch)
-    if near:
-        said = f"Nearest legal for {world} {_ranks(world)}: {_joined(near)}"
-    else:
-        # What else the run file fixes (batch, sequence, virtual stages) may leave no layout for this many ranks.
-        others = nearest_worlds(table, sizes, world, seq_len, global_batch)
-        said = f"No layout of {world} {_ranks(world)} is legal for {sizes.name} with this batch, sequence and pipeline"
-        if others:
-            said += "; nearest are " + _joined(f"{degrees} ({degrees.world} ranks)" for degrees in others)
-    raise SpecError(f"{sentence}. {said}.")
-
-
-def _broken(
-    table: LayoutTable, sizes: Sizes, world: int, seq_len: int | None, global_batch: int | None
-) -> Iterator[str]:
-    wrong = list(mesh_rules(table, world))
-    dp = table.dp if table.dp != "auto" else world // (table.pp * table.cp * table.tp)
-    edp = 1 if wrong else world // (table.pp * table.etp * table.ep)
-    degrees = Degrees(table.pp, dp, table.cp, table.tp, edp, table.ep, table.etp)
-    yield from stage_rules(table.pp, table, sizes)
-    # With meshes of unequal size dp and edp mean nothing yet, but what the model forbids is the better reason.
-    if wrong:
-        yield from _model_rules(degrees, table, sizes)
-        yield from wrong
-        return
-    yield from dense_rules(table.pp, dp, table.cp, table.tp, table, sizes, seq_len, global_batch)
-    yield from expert_rules(degrees, table, sizes)
-
-
-def _model_rules(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Iterator[str]:
-    neutral = table.model_copy(update={"replicas": 1, "order": "pp-outer"})
-    yield from dense_rules(degrees.pp, 1, degrees.cp, degrees.tp, neutral, sizes, None, None)
-    yield from expert_rules(degrees, neutral, sizes)
-
-
 def _distinct(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(values)))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The divisors of a number of at least 1, ascending."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return low + [number // d for d in reversed(low) if d * d != number]
 
@@ -442,9 +367,6 @@ def _listed(values: Iterable[int]) -> str:
     return ", ".join(shown if len(shown) <= 16 else [*shown[:12], "…", shown[-1]])
 
 
-def _joined(items: Iterable[object]) -> str:
-    return "; ".join(str(item) for item in items)
-
-
-def _ranks(count: int) -> str:
+def processes(count: int) -> str:
+    """The word after a count of them."""
     return "process" if count == 1 else "processes"

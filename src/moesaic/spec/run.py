@@ -169,7 +169,7 @@ def require_single_process(run: RunSpec) -> None:
         ways = " ".join(f"--set layout.{name}=1" for name in above)
         shown = ", ".join(f"{name} {degree}" for name, degree in above.items())
         raise SpecError(f"the layout asks for {shown}, so {product} processes, but this is one: use {ways}.")
-    neutral = {
+    neutral: dict[str, tuple[Any, ...]] = {
         "virtual_stages": (1,),
         "schedule": ("auto", "1f1b"),
         "sharding": ("none",),
