@@ -140,6 +140,9 @@ class FailingCalls:
             self.failed = True
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
+    def refuse(self, target, _text) -> None:
+        self.hit(target)
+
     def install(self, patch) -> None:
         import builtins
 
@@ -165,6 +168,19 @@ def test_a_disk_that_fills_within_a_file(saved):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(saved.folder) == ["step-1"] and value_in(saved.folder / "step-1") == 1.0
+
+
+def test_what_went_wrong_is_known_without_waiting_and_told_once(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_write_text", FailingCalls("text", 1, saved.folder).refuse)
+    saved.check()
+    saved.save(2, state(2.0), {"trainer.json": "{}"})
+    saved._thread.join()
+    assert saved.failed
+    with pytest.raises(CheckpointError, match=r"disk is full.*step-1"):
+        saved.check()
+    assert not saved.failed
+    saved.check()
+    saved.wait()
 
 
 def test_a_failed_save_stops_the_run_with_a_sentence_and_a_resumed_run_is_the_same(

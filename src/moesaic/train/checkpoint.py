@@ -12,6 +12,10 @@ It is written under a name that starts with a dot, forced to the disk, and renam
 machine dies, `checkpoints/` holds only whole `step-N` folders, and left-overs that the next start removes. A folder
 whose files do not have the sizes of `complete.json` is not taken for a checkpoint.
 
+Several ranks write one checkpoint: each its own boxes of the tensors (`sharded_state`), the first everything else.
+They must all see the same folder. Who wrote it leaves no trace in it but the number of files, so any number of ranks
+with any layout reads it.
+
 Weights are saved in the precision in which they are trained: the fp32 masters when the run computes in bf16.
 """
 
@@ -26,6 +30,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +39,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from moesaic import __version__
+from moesaic.mesh.collectives import gather_objects
+from moesaic.mesh.group import CommunicationError, Group
 from moesaic.model.decoder import Decoder
 from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import ModelSpec
 from moesaic.train.memory import require_memory
+from moesaic.train.sharded_state import Shards
+from moesaic.train.together import causes, reason, together, where
 
 State = dict[str, Any]
-"""Nested dicts with tensors at the leaves."""
+"""Nested dicts with tensors at the leaves; with several ranks, Shards where a tensor is cut."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk, or a user's share of it, that is full."""
@@ -60,11 +69,16 @@ class Checkpoints:
 
     `save` copies the state and returns; a thread writes it. An error in the thread is raised by the next call of
     `check`, `save` or `wait`, as a CheckpointError; the checkpoints before it are untouched.
+
+    With several ranks, `group` joins all of them over the CPU and serves nothing else, because the threads talk over
+    it while training goes on. Its time limit bounds how long ranks wait for the slowest disk. All ranks call `save` and
+    `wait` at the same steps, and either none or all raise the same sentence.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, group: Group | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.group = group or Group.single("checkpoint")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -76,18 +90,26 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is on the disk."""
+        """Wait until the checkpoint being written is on the disk, on all ranks. Raises what went wrong in it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise _not_saved(self.folder, error, self.group) from error
 
     def check(self) -> None:
-        """Raise what went wrong in the thread, if anything did."""
-        if self._error is None:
-            return
-        error, self._error = self._error, None
-        raise CheckpointError(_why_not_saved(self.folder, error)) from error
+        """Raise what went wrong in the thread, if that is known already. With several ranks, nothing: see `failed`."""
+        if self.failed and self.group.size == 1:
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is known to have gone wrong in the thread.
+
+        Ranks learn it at different moments. Several of them first agree that one has, then all call `wait`.
+        """
+        return self._error is not None
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The newest valid checkpoint, and one sentence for each newer folder that is not valid."""
@@ -99,20 +121,28 @@ class Checkpoints:
             passed_over.append(f"{path} is not a whole checkpoint ({reason}); looking for an older one.")
         return None, passed_over
 
+    def agreed_newest(self) -> tuple[Path | None, list[str]]:
+        """`newest` as the first rank sees it, on every rank, so that all go on from one step. All ranks call this."""
+        seen = self.newest() if self.group.rank == 0 else None
+        found: tuple[Path | None, list[str]] = gather_objects(seen, self.group)[0]
+        return found
+
     def all(self) -> list[Path]:
         """The `step-N` folders, oldest first."""
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and re.fullmatch(r"step-\d+", p.name)]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def remove_leftovers(self) -> None:
-        """Delete what interrupted writes left behind."""
+        """Delete what interrupted writes left behind. On other ranks than the first, nothing."""
+        if self.group.rank != 0:
+            return
         for path in self.folder.glob(".tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, step: int, state: State, files: dict[str, str]) -> None:
         try:
-            write(self.folder / f"step-{step}", state, files)
-            self._rotate()
+            write(self.folder / f"step-{step}", state, files, self.group)
+            together(self.group, self._rotate if self.group.rank == 0 else None)
         except BaseException as error:  # torch reports failed writes as a BaseException
             self._error = error
 
@@ -127,38 +157,75 @@ class Checkpoints:
             shutil.rmtree(going, ignore_errors=True)
 
 
-def write(folder: Path, state: State, files: dict[str, str]) -> None:
+def write(folder: Path, state: State, files: dict[str, str], group: Group | None = None) -> None:
     """Write a checkpoint to `folder`, replacing one that is there. On any error the temporary folder is removed.
 
-    Raises what the disk raises; torch wraps it in `dcp.api.CheckpointException`, a BaseException.
+    All ranks of `group` call this with their parts of the state; the first writes `files`. Returns when the checkpoint
+    is whole and in its place. One process raises what the disk raises; torch wraps it in
+    `dcp.api.CheckpointException`, a BaseException. Several raise that or RanksFailed, whichever rank it was, or
+    CommunicationError.
     """
+    group = group or Group.single("checkpoint")
+    first = group.rank == 0
     temporary = folder.parent / f".tmp-{folder.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    # No rank may still be clearing away an earlier attempt.
+    together(group)
     try:
-        temporary.mkdir(parents=True)
-        with _one_process():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), no_dist=True)
-        for name, text in files.items():
-            _write_text(temporary / name, text)
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        _write_text(temporary / "complete.json", json.dumps({"bytes": sizes}, indent=1))
-        _sync_folder(temporary)
-        if folder.exists():
-            old = folder.parent / f".tmp-old-{folder.name}"
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(folder, old)
-            try:
-                os.rename(temporary, folder)
-            except BaseException:
-                os.rename(old, folder)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
+        together(group, partial(_make_empty, temporary) if first else None)
+        writer = dcp.FileSystemWriter(temporary, sync_files=True)
+        if group.handle is None:
+            with _one_process():
+                dcp.save(state, storage_writer=writer, no_dist=True)
         else:
-            os.rename(temporary, folder)
-        _sync_folder(folder.parent)
+            with group.naming("saving"):
+                dcp.save(state, storage_writer=writer, process_group=group.handle)
+        together(group, partial(_complete, temporary, folder, files, group) if first else None)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _complete(temporary: Path, folder: Path, files: dict[str, str], group: Group) -> None:
+    """Add what one rank writes to the tensors of all, and put the checkpoint in its place."""
+    if group.size > 1:
+        _require_all_tensors(temporary, group)
+    for name, text in files.items():
+        _write_text(temporary / name, text)
+    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    _write_text(temporary / "complete.json", json.dumps({"bytes": sizes}, indent=1))
+    _sync_folder(temporary)
+    if folder.exists():
+        old = folder.parent / f".tmp-old-{folder.name}"
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+        try:
+            os.rename(temporary, folder)
+        except BaseException:
+            os.rename(old, folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(temporary, folder)
+    _sync_folder(folder.parent)
+
+
+def _require_all_tensors(temporary: Path, group: Group) -> None:
+    """Refuse a checkpoint of which this rank does not see all files."""
+    ends: dict[str, int] = {}
+    for place in dcp.FileSystemReader(temporary).read_metadata().storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        path = temporary / name
+        if not path.is_file() or path.stat().st_size < end:
+            raise CheckpointError(
+                f"{name}, which another rank has written, is not to be seen: run.dir must be on a disk that all "
+                "machines share"
+            )
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -178,6 +245,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _clone(state: Any) -> Any:
+    if isinstance(state, Shards):
+        return state.copy_to_cpu()
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     return {key: _clone(value) for key, value in state.items()}
@@ -191,9 +260,8 @@ def _one_process() -> Iterator[None]:
         yield
 
 
-def _why_not_saved(folder: Path, error: BaseException) -> str:
-    reasons = list(_causes(error))
-    full = any(isinstance(e, OSError) and e.errno in DISK_FULL for e in reasons)
+def _not_saved(folder: Path, error: BaseException, group: Group) -> CheckpointError:
+    full = any(isinstance(e, OSError) and e.errno in DISK_FULL for e in causes(error))
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -202,22 +270,18 @@ def _why_not_saved(folder: Path, error: BaseException) -> str:
     kept = Checkpoints(folder, 0).newest()[0]
     kept_text = f"the last good checkpoint is {kept}" if kept else "there is no earlier checkpoint"
     if full:
-        return (
-            f"The disk is full: a checkpoint could not be written to {folder} ({max(free, 0) / 2**20:.1f} MiB free); "
-            f"{kept_text}. Make room, or lower train.keep_checkpoints, and go on with --resume."
+        return CheckpointError(
+            f"The disk is full: a checkpoint could not be written to {folder} ({where(error, group)}"
+            f"{max(free, 0) / 2**20:.1f} MiB free); {kept_text}. Make room, or lower train.keep_checkpoints, and go on "
+            "with --resume."
         )
-    first = next((e for e in reasons if isinstance(e, OSError)), error)
-    return f"A checkpoint could not be written to {folder} ({first}); {kept_text}. Mend that and go on with --resume."
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what caused it, and what torch collected from its ranks."""
-    while error is not None:
-        yield error
-        for wrapped in getattr(error, "failures", {}).values():
-            if isinstance(wrapped, tuple) and isinstance(wrapped[0], BaseException):
-                yield from _causes(wrapped[0])
-        error = error.__cause__ or error.__context__
+    found = CheckpointError(
+        f"A checkpoint could not be written to {folder} ({where(error, group)}{reason(error)}); {kept_text}. Mend that "
+        "and go on with --resume."
+    )
+    if any(isinstance(e, CommunicationError) for e in causes(error)):
+        found.exit_code = CommunicationError.exit_code
+    return found
 
 
 # ---------------------------------------------------------------- reading
@@ -289,20 +353,24 @@ def read_progress(folder: Path) -> dict[str, Any]:
     return progress
 
 
-def read(folder: Path, state: State) -> None:
-    """Load a checkpoint into the tensors of `state`, which names what is wanted.
+def read(folder: Path, state: State, group: Group | None = None) -> None:
+    """Load a checkpoint into the tensors of `state`, which names what is wanted: whole tensors, or Shards of them.
 
-    Raises CheckpointError with torch's own reason when a tensor is missing or has another shape.
+    With a `group` all its ranks call this, each for what it holds; either none or all raise. Raises CheckpointError
+    with torch's own reason when a tensor is missing or has another shape.
     """
-    try:
+    group = group or Group.single("checkpoint")
+
+    def load() -> None:
         with _one_process():
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    except KeyboardInterrupt:
+
+    try:
+        together(group, load)
+    except (KeyboardInterrupt, CommunicationError):
         raise
     except BaseException as error:
-        reasons = [str(e).strip().splitlines()[0] for e in _causes(error) if str(e).strip()]
-        reason = reasons[-1] if reasons else type(error).__name__
-        raise CheckpointError(f"{folder} cannot be read: {reason}.") from error
+        raise CheckpointError(f"{folder} cannot be read: {where(error, group)}{reason(error)}.") from error
 
 
 def saved_names(folder: Path) -> set[str]:
@@ -368,7 +436,7 @@ def save_model_checkpoint(decoder: Decoder, spec: ModelSpec, folder: str | Path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        first = next((e for e in _causes(error) if isinstance(e, OSError)), error)
+        first = next((e for e in causes(error) if isinstance(e, OSError)), error)
         raise CheckpointError(f"{folder} could not be written: {first}. What was there before is unchanged.") from error
 
 
