@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.mesh.device import bf16_is_native
+from moesaic.model.deferred import Later, Leaves, hide_from_autograd
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -48,8 +49,41 @@ class _LinearThroughFp32(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
+class _DeferredLinear(torch.autograd.Function):
+    """y = x Wᵀ + b whose backward leaves the gradients of W and b. Keeps x and W, as `F.linear` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dtype, grad_y = compute_dtype(x), grads[0]
+
+        def weight_gradients(leaves: Leaves) -> list[Tensor | None]:
+            rows_y, rows_x = (t.reshape(-1, t.shape[-1]).to(dtype) for t in (grad_y, x))
+            products = (lambda: rows_y.t() @ rows_x, lambda: rows_y.sum(0))
+            return [
+                product().to(leaf.dtype) if leaf is not None and leaf.requires_grad else None
+                for product, leaf in zip(products, leaves, strict=True)
+            ]
+
+        ctx.later.leave(weight_gradients)
+        return (grad_y.to(dtype) @ weight.to(dtype)).to(x.dtype), None, None, None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for x [..., I], weight [O, I], bias [O], in the fastest way this device has."""
+    """`F.linear` for x [..., I], weight [O, I], bias [O], in the fastest way this device has.
+
+    Inside `deferring` backward leaves the gradients of weight and bias for later.
+    """
+    later, leaves = hide_from_autograd(x, weight, bias)
+    if later is not None:
+        return _DeferredLinear.apply(x, *leaves, later)  # type: ignore[no-any-return]
     if compute_dtype(x) != x.dtype:
         return _LinearThroughFp32.apply(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)

@@ -1,0 +1,1 @@
+"""The order of work: micro-batches and the pipeline."""
