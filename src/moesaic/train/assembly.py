@@ -28,6 +28,9 @@ Facts = dict[str, Any]
 
 _POLL_SECONDS = 0.5
 _SHOWN = 4
+_ANSWERED = 8
+_LINES = 16
+"""How many ranks of a large job say why it ends: the first ones know best."""
 
 
 class JobError(MoesaicError):
@@ -131,15 +134,22 @@ class Assembly:
         return self._beat.interval
 
     def signs(self) -> dict[int, Sign]:
-        """The last sign of life of every rank that has given one, as far as the store still answers."""
-        return self._beat.read(range(self.size))
+        """The last sign of life of every rank that has given one, as far as the store still answers.
+
+        Only a few ranks get an answer: when a large job falls, all ask at once.
+        """
+        return self._beat.read(range(self.size)) if self._count("asked") <= _ANSWERED else {}
 
     def say_once(self, message: str) -> bool:
-        """Whether this rank is the first to ask so for that message."""
+        """Whether this rank should print the message: it is the first with it, and few others have printed one."""
+        return self._count(f"said/{hash_text(message)}") <= 1 and self._count("lines") <= _LINES
+
+    def _count(self, name: str) -> int:
+        """How often ranks have asked for that count, this time included; 0 if the store is gone."""
         try:
-            return self.store.add(f"said/{hash_text(message)}", 1) == 1
+            return int(self.store.add(f"count/{name}", 1))
         except (RuntimeError, ValueError):
-            return True
+            return 0
 
     def close(self) -> None:
         """Give no more signs of life."""

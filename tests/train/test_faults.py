@@ -1,0 +1,249 @@
+"""Jobs of several processes under a real torchrun, in which a rank dies, hangs or throws somewhere: they end, they say
+who, over what and when, and they go on from the last checkpoint to the loss of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import moesaic
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+TIMEOUT = 15
+HANGS = 300
+"""Seconds after which a job that has not ended counts as hanging, whatever the machine is busy with."""
+RUN = f"""
+[model]
+model_type = "mixtral"
+vocab_size = 257
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+num_local_experts = 4
+num_experts_per_tok = 2
+[data]
+path = "text.txt"
+validation_fraction = 0.1
+[train]
+steps = {STEPS}
+seq_len = 16
+global_batch = 8
+lr = 1e-2
+warmup_steps = 2
+eval_every = 0
+checkpoint_every = 3
+[run]
+timeout_seconds = {TIMEOUT}
+"""
+LAYOUTS = {
+    2: ("layout.ep=2", "layout.tp=2"),
+    4: ("layout.pp=2", "layout.ep=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    drawn = random.Random(3)
+    words = ["tok", "expert", "router", "gate", "load", "sum", "of", "the", "all"]
+    (folder / "text.txt").write_text(" ".join(drawn.choices(words, k=4000)))
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+class Job:
+    """One torchrun, and what it and its workers print."""
+
+    def __init__(self, folder: Path, name: str, processes: int, *sets: str, fault: str = "", more: tuple = ()) -> None:
+        self.folder, self.name = folder, name
+        self.log = folder / f"{name}-{time.monotonic_ns()}.txt"
+        self.metrics = folder / name / "metrics.jsonl"
+        program = [str(Path(__file__).with_name("faulty.py"))] if fault else ["-m", "moesaic"]
+        where = () if "--rdzv-endpoint" in more else ("--standalone",)
+        overrides = [word for text in (f"run.dir={name}", *sets) for word in ("--set", text)]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(processes), *more),
+            *(*program, "train", "run.toml", *overrides),
+        ]
+        resume = ["--resume"] if (folder / name / "run.toml").exists() else []
+        environment = {
+            "PYTHONPATH": str(Path(moesaic.__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "MOESAIC_CACHE": str(folder / "cache"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "FAULT": fault,
+        }
+        with open(self.log, "w") as out:
+            self.process = subprocess.Popen(
+                command + resume, cwd=folder, env=os.environ | environment, stdout=out, stderr=out, text=True
+            )
+
+    def end(self) -> int:
+        """Its exit code. One that does not end is killed, with all of its processes, and fails the test."""
+        try:
+            return self.process.wait(HANGS)
+        except subprocess.TimeoutExpired:
+            for pid in [*self.workers().values(), self.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"the job hangs:\n{self.said()}")
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def lines(self) -> list[str]:
+        """What moesaic's processes said when they failed."""
+        return [line for line in self.said().splitlines() if line.startswith("moesaic: ")]
+
+    def workers(self) -> dict[int, int]:
+        """The process of each rank that is running."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                environment = (path / "environ").read_bytes()
+            except (OSError, ValueError, IndexError):
+                continue
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)", environment)
+            if parent == self.process.pid and rank:
+                found[int(rank[1])] = int(path.name)
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the line of that step has been written."""
+        pause = threading.Event()
+        deadline = time.monotonic() + HANGS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if self.metrics.exists() and len(self.metrics.read_text().splitlines()) >= step:
+                return
+            pause.wait(0.05)
+        pytest.fail(f"step {step} was not reached:\n{self.said()}")
+
+    def losses(self) -> list[float]:
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), self.said()
+        return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder) -> Iterator[dict[int, list[float]]]:
+    """The losses of the runs that nothing happens to, by number of processes."""
+
+    class Losses(dict):
+        def __missing__(self, processes: int) -> list[float]:
+            job = Job(folder, f"undisturbed-{processes}", processes, *LAYOUTS[processes])
+            assert job.end() == 0, job.said()
+            self[processes] = job.losses()
+            return self[processes]
+
+    return Losses()
+
+
+def drawn(processes: int, kind: str) -> tuple[int, int, int]:
+    """A random rank, step and collective in it; printed when a test fails."""
+    seed = random.randrange(10**6)
+    random_ = random.Random(seed)
+    found = random_.randrange(processes), random_.randint(2, STEPS - 1), random_.randint(1, 6)
+    print(f"{kind} on {processes} processes: rank {found[0]}, step {found[1]}, collective {found[2]}")
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
+def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, processes, folder):
+    rank, step, collective = drawn(processes, kind)
+    job = Job(folder, f"{kind}-{processes}", processes, *LAYOUTS[processes], fault=f"{kind} {rank} {step} {collective}")
+    code = job.end()
+    assert code != 0, job.said()
+    lines = job.lines()
+    others = [line for line in lines if re.search(rf"Rank (?!{rank}:)\d+: .* over group [\w -]+ \(with rank", line)]
+    assert others and all(f"in step {step}" in line for line in others), job.said()
+    if kind == "raise":
+        (own,) = [line for line in lines if f"Rank {rank}:" in line]
+        assert own == f"moesaic: Rank {rank}: ZeroDivisionError: by hand (in step {step})"
+    if kind == "kill":
+        assert "SIGKILL" in job.said(), "torchrun says which rank was killed"
+    if kind == "stop":
+        assert any(f"within {TIMEOUT} s" in line for line in others)
+        assert any(f"rank {rank} was last heard of" in line for line in others)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_torchrun_starts_anew_from_the_last_checkpoint_and_ends_at_the_same_loss(processes, folder, undisturbed):
+    rank, step, collective = drawn(processes, "kill")
+    fault = f"kill {rank} {step} {collective}"
+    job = Job(folder, f"anew-{processes}", processes, *LAYOUTS[processes], fault=fault, more=("--max-restarts", "1"))
+    assert job.end() == 0, job.said()
+    assert job.losses() == undisturbed[processes]
+    if step > 3:
+        assert re.search(r"Going on after step \d+ from", job.said())
+
+
+def test_a_rank_killed_from_outside_at_any_time(folder, undisturbed):
+    job = Job(folder, "outside", 2, *LAYOUTS[2], more=("--max-restarts", "1"))
+    job.wait_for_step(random.randint(1, STEPS - 2))
+    os.kill(job.workers()[random.randrange(2)], signal.SIGKILL)
+    assert job.end() == 0, job.said()
+    assert job.losses() == undisturbed[2]
+
+
+def test_fewer_processes_go_on_with_another_layout(folder, undisturbed):
+    """Four ranks lose one for good; two go on, and the data-parallel degree follows."""
+    sets = ("layout.ep=2", "layout.dp='auto'", "layout.micro_batch=2", "layout.sharding='optimizer'")
+    rank, step, collective = drawn(4, "kill")
+    job = Job(folder, "fewer", 4, *sets, fault=f"kill {rank} {max(step, 4)} {collective}")
+    assert job.end() != 0
+    job = Job(folder, "fewer", 2, *sets)
+    assert job.end() == 0, job.said()
+    assert re.search(r"Going on after step \d+ from", job.said())
+    assert job.losses() == pytest.approx(undisturbed[4], rel=1e-5)
+
+
+def test_a_machine_that_is_lost_leaves_the_others_to_go_on(folder, undisturbed):
+    """Two torchruns of one process each, of which one vanishes with its worker; --nnodes 1:2 lets the other go on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = (
+        *("--nnodes", "1:2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "lost"),
+        *("--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,timeout=120"),
+    )
+    sets = ("layout.dp='auto'", "layout.micro_batch=2", "train.steps=40", "train.checkpoint_every=2")
+    first = Job(folder, "lost", 1, *sets, more=more)
+    second = Job(folder, "lost", 1, *sets, more=more)
+    first.wait_for_step(4)
+    worker = next(iter(second.workers().values()))
+    for pid in (second.process.pid, worker):
+        os.kill(pid, signal.SIGKILL)
+    second.process.wait(HANGS)
+    assert first.end() == 0, first.said()
+    rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert re.search(r"Going on after step \d+ from", first.said()), first.said()
+
+
+def test_a_job_told_to_stop_saves_and_goes_on_to_the_same_loss(folder, undisturbed):
+    job = Job(folder, "stopped", 4, *LAYOUTS[4])
+    job.wait_for_step(2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() != 0  # torchrun's own code for a signal
+    assert re.search(r"Stopped by SIGTERM after step \d+; saved", job.said()), job.said()
+    job = Job(folder, "stopped", 4, *LAYOUTS[4])
+    assert job.end() == 0, job.said()
+    assert job.losses() == undisturbed[4]
