@@ -2,9 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moesaic.mesh.mesh import Mesh
 from moesaic.model import losses
 from moesaic.model.losses import LossWeights, balance_loss, cross_entropy, routing_losses
 from moesaic.model.router import Router, Routing
+from moesaic.model.sequences import Sequences
 from moesaic.spec.model import RouterSpec
 
 
@@ -108,6 +110,14 @@ def _routing(ids: list[list[int]], experts: int, sharpness: float = 0.0) -> Rout
     return Routing(ids_TK, torch.ones_like(ids_TK, dtype=torch.float32), logits.requires_grad_())
 
 
+def _terms(
+    routers: list[tuple[Router, Routing]], weights: LossWeights, trained_B: torch.Tensor, step_tokens: int
+) -> dict[str, torch.Tensor]:
+    """The terms of rows of equal length, without padding, on one rank."""
+    sequences = Sequences(len(trained_B), len(routers[0][1].ids_TK) // len(trained_B))
+    return routing_losses(routers, weights, trained_B, step_tokens, sequences, Mesh.single())
+
+
 ALL = LossWeights(z=1.0, batch_aux=1.0, sequence_aux=1.0, global_aux=1.0)
 
 
@@ -115,14 +125,14 @@ ALL = LossWeights(z=1.0, batch_aux=1.0, sequence_aux=1.0, global_aux=1.0)
 def test_balance_is_one_whatever_the_number_of_experts_and_choices(experts: int, top_k: int) -> None:
     ids = [[(t * top_k + k) % experts for k in range(top_k)] for t in range(experts)]
     router = _router(experts, top_k).eval()
-    terms = routing_losses([(router, _routing(ids, experts, 3.0))], ALL, torch.tensor([experts]), experts)
+    terms = _terms([(router, _routing(ids, experts, 3.0))], ALL, torch.tensor([experts]), experts)
     for name in ("batch_aux", "sequence_aux", "global_aux"):
         assert float(terms[name].detach()) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_collapse_onto_one_expert_costs_the_number_of_experts() -> None:
     router = _router(8, 1).eval()
-    terms = routing_losses([(router, _routing([[3]] * 10, 8, 30.0))], ALL, torch.tensor([10]), 10)
+    terms = _terms([(router, _routing([[3]] * 10, 8, 30.0))], ALL, torch.tensor([10]), 10)
     assert terms["batch_aux"].item() == pytest.approx(8.0, rel=1e-4)
 
 
@@ -138,7 +148,7 @@ def test_pooling_layers_hides_a_collapse_that_a_loss_per_layer_shows() -> None:
     balanced = [[t % 4] for t in range(16)]
     logits = tuple(_routing(balanced, 4, 30.0).logits_TE for _ in range(4))
     assert pooled.item() == pytest.approx(load_balancing_loss_func(logits, 4, 1).item(), rel=1e-5)
-    ours = routing_losses(layers, LossWeights(batch_aux=1.0), torch.tensor([16]), 16)["batch_aux"]
+    ours = _terms(layers, LossWeights(batch_aux=1.0), torch.tensor([16]), 16)["batch_aux"]
     assert ours.item() == pytest.approx(4.0, rel=1e-4)
 
 
@@ -147,7 +157,7 @@ def test_one_layer_is_transformers_loss_divided_by_top_k() -> None:
 
     logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     routing = Routing(logits.topk(3).indices, torch.ones(40, 3), logits)
-    ours = routing_losses([(_router(8, 3), routing)], LossWeights(batch_aux=1.0), torch.tensor([40]), 40)["batch_aux"]
+    ours = _terms([(_router(8, 3), routing)], LossWeights(batch_aux=1.0), torch.tensor([40]), 40)["batch_aux"]
     assert ours.item() == pytest.approx(float(load_balancing_loss_func((logits,), 8, 3)) / 3, rel=1e-5)
 
 
@@ -162,7 +172,7 @@ def test_losses_over_rows_do_not_depend_on_how_rows_are_grouped(term: str) -> No
     def rows(first: int, last: int) -> torch.Tensor:
         part = slice(first * 5, last * 5)
         routing = Routing(ids[part], torch.ones(len(ids[part]), 2), logits[part])
-        return routing_losses([(router, routing)], only, trained[first:last], 14)[term]
+        return _terms([(router, routing)], only, trained[first:last], 14)[term]
 
     torch.testing.assert_close(rows(0, 4), rows(0, 1) + rows(1, 3) + rows(3, 4))
 
@@ -178,7 +188,7 @@ def test_sequence_loss_is_equation_17_of_deepseek_v3() -> None:
         f = 6 / (2 * 9) * sum(i in row for row in ids.tolist())
         p = sum(float(scores[t, i] / scores[t].sum()) for t in range(9)) / 9
         total += f * p
-    ours = routing_losses([(router, routing)], LossWeights(sequence_aux=1.0), torch.tensor([9]), 9)["sequence_aux"]
+    ours = _terms([(router, routing)], LossWeights(sequence_aux=1.0), torch.tensor([9]), 9)["sequence_aux"]
     assert ours.item() == pytest.approx(total, rel=1e-5)
 
 
@@ -186,21 +196,21 @@ def test_global_loss_uses_the_counts_of_the_step() -> None:
     router = _router(4, 1)
     router.step_counts.copy_(torch.tensor([10, 0, 0, 30]))
     routing = _routing([[0]] * 5, 4, 1.0)
-    ours = routing_losses([(router, routing)], LossWeights(global_aux=1.0), torch.tensor([5]), 20)["global_aux"]
+    ours = _terms([(router, routing)], LossWeights(global_aux=1.0), torch.tensor([5]), 20)["global_aux"]
     mean = routing.logits_TE.detach().softmax(-1).mean(0)
     assert ours.item() == pytest.approx(float(4 * (0.25 * mean[0] + 0.75 * mean[3])) * 5 / 20, rel=1e-5)
 
 
 def test_z_loss_is_the_mean_square_of_log_partition() -> None:
     routing = _routing([[0], [1], [1]], 4, 2.0)
-    ours = routing_losses([(_router(4, 1), routing)], LossWeights(z=1.0), torch.tensor([3]), 6)["z"]
+    ours = _terms([(_router(4, 1), routing)], LossWeights(z=1.0), torch.tensor([3]), 6)["z"]
     value = float(torch.tensor([2.0, 0, 0, 0]).exp().sum().log()) ** 2
     assert ours.item() == pytest.approx(value * 3 / 6, rel=1e-5)
 
 
 def test_balance_pushes_probability_away_from_the_busy_expert() -> None:
     routing = _routing([[0], [0], [0], [1]], 4)
-    losses_ = routing_losses([(_router(4, 1), routing)], LossWeights(batch_aux=1.0), torch.tensor([4]), 4)
+    losses_ = _terms([(_router(4, 1), routing)], LossWeights(batch_aux=1.0), torch.tensor([4]), 4)
     losses_["batch_aux"].backward()
     slope = routing.logits_TE.grad
     assert slope is not None

@@ -93,7 +93,7 @@ def test_bf16_gradients_add_up_in_fp32():
     value = 1 + 2**-7
     for _ in range(512):
         parameter(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
-    assert float(optimizer.gradients()[0]) == 512 * value
+    assert float(optimizer.gradients()["weight"]) == 512 * value
     assert parameter.weight.grad is None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,21 +53,34 @@ class Group:
         return cls(name, (rank,), 0)
 
     @classmethod
-    def create(cls, name: str, partition: list[tuple[int, ...]], timeout_seconds: float) -> Group:
+    def create(
+        cls,
+        name: str,
+        partition: list[tuple[int, ...]],
+        timeout_seconds: float,
+        channel: str = "",
+        backend: str | None = None,
+    ) -> Group:
         """The group of `partition` that this process is in. Every rank of those lists must call this, in one order.
 
-        Only members take part in the creation, so the cost of many groups does not grow with the world.
+        Only members take part in the creation, so the cost of many groups does not grow with the world. Groups of the
+        same ranks share a connection, unless their `channel` differs: what must never wait for another group's traffic
+        has a channel of its own. `backend` is that of the default group unless given.
         """
         me = dist.get_rank()
         mine = next((ranks for ranks in partition if me in ranks), (me,))
         if len(mine) == 1:
             return cls.single(name, me)
-        handle = dist.new_group(
-            list(mine),
-            timeout=timedelta(seconds=timeout_seconds),
-            use_local_synchronization=True,
-            group_desc=name,
-        )
+        key = (mine, channel, timeout_seconds)
+        if key not in _connections:
+            _connections[key] = dist.new_group(
+                list(mine),
+                timeout=timedelta(seconds=timeout_seconds),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=name,
+            )
+        handle = _connections[key]
         return cls(name, mine, mine.index(me), handle, timeout_seconds, dist.get_backend(handle) == "nccl")
 
     @contextlib.contextmanager
@@ -90,6 +102,10 @@ class Group:
     def check(self, tensor: Tensor) -> Tensor:
         """`tensor`, contiguous, as the back-end wants it."""
         return tensor.contiguous()
+
+
+_connections: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
+"""By ranks, channel and time limit. They live as long as the process: gloo cannot meet again under a used name."""
 
 
 def _is_communication(error: BaseException) -> bool:

@@ -8,23 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch import Tensor
 
+from moesaic.mesh.device import device
 from moesaic.mesh.group import Group
-from moesaic.spec.layout import Layout
-
-GROUPS: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "data": ("dp", "cp"),
-    "sequence": ("cp", "tp"),
-    "stage": ("dp", "cp", "tp"),
-}
-"""Groups of the dense mesh and the axes along which their ranks differ."""
-
-EXPERT_GROUPS: dict[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("etp",), "edp": ("edp",), "ep_etp": ("ep", "etp")}
-"""Groups of the expert mesh. `ep_etp` holds all pieces of a layer's experts once."""
+from moesaic.spec.layout import EXPERT_GROUPS, GROUPS, Layout
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ class Mesh:
     `embedding` joins the ranks, one per pipeline stage that needs it, that hold the same piece of the embedding.
     """
 
-    layout: Layout
+    layout: Layout | None
     rank: int
     world: Group
     tp: Group
@@ -75,12 +63,14 @@ class Mesh:
     def single(cls, layout: Layout | None = None) -> Mesh:
         """One process alone."""
         dense = {name: Group.single(name) for name in GROUPS}
-        layout = layout or Layout.single()
-        return cls(layout, 0, Group.single("world"), **dense, embedding=Group.single("embedding"))
+        return cls(layout, 0, Group.single("world"), **dense, embedding=Group.single("embedding"))  # type: ignore[arg-type]
 
     @classmethod
-    def create(cls, layout: Layout, timeout_seconds: float) -> Mesh:
-        """The groups of `layout`. `torch.distributed` must be initialised with `layout.world` processes."""
+    def create(cls, layout: Layout, timeout_seconds: float, tied_embeddings: bool = False) -> Mesh:
+        """The groups of `layout`. `torch.distributed` must be initialised with `layout.world` processes.
+
+        With `tied_embeddings` the last stage holds a copy of the embedding, as every stage with prediction blocks does.
+        """
         if layout.world == 1:
             return cls.single(layout)
         rank = dist.get_rank()
@@ -91,10 +81,9 @@ class Mesh:
         dense = {name: group(name, layout.groups(*axes)) for name, axes in GROUPS.items()}
         experts: dict[int, ExpertGroups] = {}
         made: dict[int, ExpertGroups] = {}
-        for count in layout.expert_counts:
-            ep = layout.layer_ep(count)
+        for count, ep in layout.experts_ep:
             if ep not in made:
-                suffix = "" if len(layout.expert_counts) == 1 else f"-{ep}"
+                suffix = "" if len(layout.experts_ep) == 1 else f"-{ep}"
                 made[ep] = ExpertGroups(
                     *(
                         group(name + suffix, layout.expert_groups(*axes, experts=count))
@@ -103,7 +92,13 @@ class Mesh:
                 )
             experts[count] = made[ep]
         pipelines = layout.groups("pp")
-        holders = sorted({i % layout.pp for i, stage in enumerate(layout.stages) if stage.holds_embedding})
+        holders = sorted(
+            {
+                i % layout.pp
+                for i, stage in enumerate(layout.stages)
+                if stage.embed or stage.mtp or (stage.head and tied_embeddings)
+            }
+        )
         embedding = group("embedding", [tuple(ranks[i] for i in holders) for ranks in pipelines])
         return cls(
             layout,
@@ -114,6 +109,16 @@ class Mesh:
             links=_links(layout, dense["pp"], timeout_seconds),
             experts_by_count=experts,
         )
+
+    @property
+    def cp_kind(self) -> str:
+        """How a sequence is split: `ulysses` or `ring`."""
+        return "ulysses" if self.layout is None else self.layout.cp_kind
+
+    @property
+    def dispatcher(self) -> str:
+        """How tokens travel to experts: `local`, `allgather` or `alltoall`."""
+        return "local" if self.layout is None else self.layout.dispatcher
 
     def expert(self, experts: int) -> ExpertGroups:
         """The expert mesh of layers with `experts` experts."""
@@ -137,15 +142,9 @@ class Mesh:
         """This process's place in its pipeline."""
         return self.pp.rank
 
-    def close(self) -> None:
-        """Forget the groups made here."""
-        groups = [getattr(self, name) for name in (*GROUPS, "world", "embedding")]
-        for each in self.experts_by_count.values():
-            groups += [each.ep, each.etp, each.edp, each.ep_etp]
-        groups += [self.links.forward_in, self.links.forward_out, self.links.backward_in, self.links.backward_out]
-        handles = {id(g.handle): g.handle for g in groups if g is not None and g.handle is not None}
-        for handle in handles.values():
-            dist.destroy_process_group(handle)
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """`tensor` where this mesh's groups can send it from."""
+        return tensor.to(device().torch_device) if self.world.needs_device else tensor
 
 
 def _links(layout: Layout, pp: Group, timeout_seconds: float) -> Links:
@@ -162,7 +161,8 @@ def _links(layout: Layout, pp: Group, timeout_seconds: float) -> Links:
             pairs = [tuple(sorted((ranks[start], ranks[end]))) for ranks in layout.groups("pp")]
             if pp.rank not in (start, end):
                 continue  # only members take part in the creation of a group
-            group = Group.create(f"pp {direction} {start}-{end}", pairs, timeout_seconds)
+            name = f"pp {direction} {start}-{end}"
+            group = Group.create(name, pairs, timeout_seconds, channel=name)
             sends = pp.rank == (start if direction == "forward" else end)
             found[f"{direction}_{'out' if sends else 'in'}"] = group
     return Links(**found)

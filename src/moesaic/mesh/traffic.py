@@ -1,7 +1,7 @@
 """How many bytes this rank sends, by collective and group.
 
-A ring or pairwise algorithm of n ranks sends, per rank: all-gather (n − 1) · own bytes; reduce-scatter (n − 1)/n · input
-bytes; all-reduce the sum of both; all-to-all the rows for other ranks; point to point the message.
+A ring or pairwise algorithm of n ranks sends, per rank: all-gather (n − 1) · own bytes; reduce-scatter (n − 1)/n · its
+input; all-reduce the sum of both; all-to-all the rows for other ranks; point to point the message.
 """
 
 from __future__ import annotations

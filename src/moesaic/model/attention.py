@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.model.attend import attend
-from moesaic.model.linear import Linear
-from moesaic.model.norms import RMSNorm, rms_norm
+from moesaic.mesh.autograd import gather_tokens
+from moesaic.mesh.cut import Cut, Piece, new_parameter
+from moesaic.mesh.mesh import Mesh
+from moesaic.model.linear import Linear, LinearToTokens
+from moesaic.model.norms import RMSNorm, SplitRMSNorm, rms_norm
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
+from moesaic.model.spread import attend_spread
 from moesaic.spec.model import AttentionSpec
 
 
@@ -20,34 +23,47 @@ class Attention(nn.Module):
     norm) → temperature → attend → project.
     """
 
-    def __init__(self, spec: AttentionSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: AttentionSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str, mesh: Mesh
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.mesh = spec, mesh
+        tp = mesh.tp
+        self.heads, self.kv_heads = spec.heads // tp.size, spec.kv_heads // tp.size
         self.rope_key = "" if spec.rope is None else spec.rope.model_dump_json()
         q_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         v_width = spec.kv_heads * spec.v_head_dim
-        self.q = Linear(hidden, q_width, spec.qkv_bias, dtype=dtype, device=device)
-        self.k = Linear(hidden, kv_width, spec.qkv_bias, dtype=dtype, device=device)
-        self.v = Linear(hidden, v_width, spec.qkv_bias, dtype=dtype, device=device)
-        self.o = Linear(spec.heads * spec.v_head_dim, hidden, spec.o_bias, dtype=dtype, device=device)
-        if spec.qk_norm in ("head", "full"):
-            per_head = spec.qk_norm == "head"
-            self.q_norm = RMSNorm(spec.head_dim if per_head else q_width, spec.norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(spec.head_dim if per_head else kv_width, spec.norm_eps, dtype=dtype, device=device)
-        self.sinks = nn.Parameter(torch.empty(spec.heads, dtype=dtype, device=device)) if spec.sinks else None
+        self.q = Linear(hidden, q_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
+        self.k = Linear(hidden, kv_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
+        self.v = Linear(hidden, v_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
+        out_width = spec.heads * spec.v_head_dim
+        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp)
+        self.q_norm: RMSNorm | SplitRMSNorm
+        self.k_norm: RMSNorm | SplitRMSNorm
+        if spec.qk_norm == "head":
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device)
+        elif spec.qk_norm == "full":
+            self.q_norm = SplitRMSNorm(q_width, spec.norm_eps, tp, dtype=dtype, device=device)
+            self.k_norm = SplitRMSNorm(kv_width, spec.norm_eps, tp, dtype=dtype, device=device)
+        self.sinks = None
+        if spec.sinks:
+            cut = Cut((spec.heads,), (Piece(0, tp.size, tp.rank),))
+            self.sinks = new_parameter(cut, dtype=dtype, device=device)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        """x [T, D] to [T, D], T = B · S."""
+        """x [T, D] of own tokens to [T, D]."""
         spec = self.spec
+        x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
         q, k, v = self.q(x_TD), self.k(x_TD), self.v(x_TD)
         if spec.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.clip_qkv is not None:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
-        rows = (sequences.batch, sequences.length)
-        q = q.view(*rows, spec.heads, spec.head_dim)
-        k = k.view(*rows, spec.kv_heads, spec.head_dim)
-        v = v.view(-1, spec.kv_heads, spec.v_head_dim)
+        rows = (sequences.batch, sequences.part_length)
+        q = q.view(*rows, self.heads, spec.head_dim)
+        k = k.view(*rows, self.kv_heads, spec.head_dim)
+        v = v.view(-1, self.kv_heads, spec.v_head_dim)
         if not spec.qk_norm_after_rope:
             q, k = self._norm_heads(q, k)
         if spec.rope is not None:
@@ -57,18 +73,11 @@ class Attention(nn.Module):
         if spec.qk_norm_after_rope:
             q, k = self._norm_heads(q, k)
         if spec.temperature is not None:
-            steps = torch.floor((sequences.positions[:, :, None, None].float() + 1) / spec.temperature.floor_positions)
+            positions = sequences.part_positions[:, :, None, None]
+            steps = torch.floor((positions.float() + 1) / spec.temperature.floor_positions)
             q = (q * (1 + spec.temperature.scale * torch.log1p(steps))).to(q.dtype)
-        out_THd = attend(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v,
-            sequences.segments(spec.chunk),
-            scale=spec.scale,
-            window=spec.window,
-            sinks=self.sinks,
-        )
-        return self.o(out_THd.flatten(1))
+        out_THd = attend_spread(q.flatten(0, 1), k.flatten(0, 1), v, sequences, spec, self.mesh, self.sinks)
+        return self.o(out_THd.flatten(1), sequences.batch)
 
     def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.qk_norm == "head":

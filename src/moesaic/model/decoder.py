@@ -2,79 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.mesh.cut import cut_of
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.init import init_weights
 from moesaic.model.kernels import linear
 from moesaic.model.layer import Layer
-from moesaic.model.losses import IGNORED, NO_WEIGHTS, LossParts, LossWeights, cross_entropy, routing_losses
+from moesaic.model.losses import IGNORED, NO_WEIGHTS, LossParts, LossWeights, routing_losses
 from moesaic.model.mtp import MtpBlock, ahead, mtp_labels
 from moesaic.model.norms import make_norm
 from moesaic.model.router import Router, Routing
 from moesaic.model.sequences import Sequences
+from moesaic.model.vocabulary import Embedding, Head, head_loss
 from moesaic.spec.errors import MoesaicError
+from moesaic.spec.layout import Stage
 from moesaic.spec.model import ModelSpec
 
 
-class Embedding(nn.Module):
-    """A table [rows, D] looked up by integers."""
+class Layers(nn.Module):
+    """The decoder layers that are here, under their numbers in the whole model."""
 
-    def __init__(self, rows: int, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, layers: dict[int, Layer]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+        self.indices = tuple(layers)
+        for index, layer in layers.items():
+            self.add_module(str(index), layer)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] to rows [..., D]."""
-        return F.embedding(ids, self.weight)
+    def __getitem__(self, index: int) -> Layer:
+        return self.get_submodule(str(index))  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[Layer]:
+        return (self[index] for index in self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
 
 
-class Head(nn.Module):
-    """Holds `weight` [V, D] unless it is tied to the embedding, and `bias` [V] if the model has one."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole rows, the same on all ranks that share them: ids [B, S], labels [B, S] (−100: not trained)."""
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
-        if not spec.tied_embeddings:
-            self.weight = nn.Parameter(torch.empty(spec.vocab, spec.hidden, dtype=dtype, device=device))
-        if spec.head_bias:
-            self.bias = nn.Parameter(torch.empty(spec.vocab, dtype=dtype, device=device))
+    ids_BS: Tensor
+    labels_BS: Tensor
+    sequences: Sequences
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model as described by a `ModelSpec`.
+    """A decoder-only language model as described by a `ModelSpec`, or what one rank of a mesh holds of it.
 
-    Weights are uninitialised until `init_weights` or an import fills them. Between modules tokens are `x_TD`, the B · S
-    tokens of a batch row after row.
+    Weights are uninitialised until `init_weights` or an import fills them. Between modules tokens are `x_TD`, this
+    rank's own of the B · S tokens of a batch, row after row. `embed`, `norm` and `head` are None on pipeline stages
+    without them; parameters keep the names that they have in the whole model.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
-        self.embed = Embedding(spec.vocab, spec.hidden, dtype=dtype, device=device)
-        self.positions = None
-        if spec.learned_positions:
+        self.spec, self.dtype = spec, dtype
+        self.mesh = mesh = mesh or Mesh.single()
+        layout = mesh.layout
+        whole = Stage(embed=True, layers=tuple(range(len(spec.layers))), mtp=bool(spec.mtp), head=True)
+        self.all_stages = (whole,) if layout is None else layout.stages
+        self.stages = dict(list(enumerate(self.all_stages))[mesh.pp.rank :: mesh.pp.size])
+        here = self.stages.values()
+        tied = spec.tied_embeddings
+        self.embed: Embedding | None = None
+        self.positions: Embedding | None = None
+        self.norm: nn.Module | None = None
+        self.head: Head | None = None
+        if any(stage.embed or stage.mtp or (stage.head and tied) for stage in here):
+            self.embed = Embedding(spec.vocab, spec.hidden, dtype=dtype, device=device, split=mesh.tp)
+        if spec.learned_positions and any(stage.embed for stage in here):
             self.positions = Embedding(spec.max_positions, spec.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(Layer(layer, spec, dtype=dtype, device=device) for layer in spec.layers)
-        self.norm = make_norm(spec.norm, spec.hidden, spec.norm_eps, spec.norm_bias, dtype=dtype, device=device)
-        self.head = Head(spec, dtype=dtype, device=device)
-        self.mtp = nn.ModuleList(MtpBlock(layer, spec, dtype=dtype, device=device) for layer in spec.mtp)
+        self.layers = Layers(
+            {
+                i: Layer(spec.layers[i], spec, dtype=dtype, device=device, mesh=mesh)
+                for stage in here
+                for i in stage.layers
+            }
+        )
+        # The final norm comes before whatever is first of prediction blocks and head.
+        self.norm_stage = next(i for i, stage in enumerate(self.all_stages) if stage.mtp or stage.head)
+        if self.norm_stage in self.stages:
+            self.norm = make_norm(spec.norm, spec.hidden, spec.norm_eps, spec.norm_bias, dtype=dtype, device=device)
+        if any(stage.head for stage in here):
+            self.head = Head(spec, dtype=dtype, device=device, split=mesh.tp)
+        blocks = spec.mtp if any(stage.mtp for stage in here) else ()
+        self.mtp = nn.ModuleList(MtpBlock(layer, spec, dtype=dtype, device=device, mesh=mesh) for layer in blocks)
+        self.cuts = {name: cut_of(parameter) for name, parameter in self.named_parameters()}
 
     def init_weights(self, seed: int, *, scale_residual: bool = False) -> None:
         """Random weights: normal with the model's `init_std`, norms 1, biases 0; see `init.init_weights`.
 
         With `scale_residual`, projections into the residual stream are smaller by sqrt(2 · layers).
         """
-        init_weights(self, seed, self.spec.init_std, len(self.spec.layers) if scale_residual else 0)
+        residual_layers = len(self.spec.layers) if scale_residual else 0
+        init_weights(self, seed, self.spec.init_std, residual_layers, self.cuts)
 
     def routers(self) -> list[tuple[int, Router]]:
-        """The routers with their layer index; those of prediction blocks count on after the last layer."""
-        blocks = [*self.layers, *(block.layer for block in self.mtp)]
-        return [(i, layer.moe.router) for i, layer in enumerate(blocks) if layer.moe is not None]
+        """The routers that are here with their layer index; those of prediction blocks count on after the layers."""
+        blocks = [(i, self.layers[i]) for i in self.layers.indices]
+        blocks += [(len(self.spec.layers) + j, block.get_submodule("layer")) for j, block in enumerate(self.mtp)]  # type: ignore[misc]
+        return [(i, layer.moe.router) for i, layer in blocks if layer.moe is not None]
 
     def enable_select_bias(self) -> None:
         """Give every router a selection bias, for balancing without an auxiliary loss."""
@@ -82,7 +122,7 @@ class Decoder(nn.Module):
             router.enable_select_bias()
 
     def forward(self, ids_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
-        """Token ids [B, S] to logits [B, S, V].
+        """Token ids [B, S] to logits [B, S, V], in one process.
 
         `positions_BS` defaults to 0 … S − 1; `documents_BS` numbers packed documents, which do not see each other;
         negative numbers mark padding, which routing statistics leave out.
@@ -90,12 +130,15 @@ class Decoder(nn.Module):
         return self.logits(self.hidden(ids_BS, positions_BS, documents_BS)).unflatten(0, ids_BS.shape)
 
     def hidden(self, ids_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
-        """Token ids [B, S] to hidden states [T, D] after the final norm."""
+        """Token ids [B, S] to hidden states [T, D] after the final norm, in one process."""
         sequences = Sequences.of(ids_BS, positions_BS, documents_BS)
-        return self._run(ids_BS, sequences)[0]
+        x_TD = self._run_layers(self._first(ids_BS, sequences), range(len(self.layers)), sequences, [])
+        assert self.norm is not None
+        return self.norm(x_TD)  # type: ignore[no-any-return]
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Hidden states [..., D] after the final norm to logits [..., V]."""
+        """Hidden states [..., D] after the final norm to logits [..., V], in one process."""
+        assert self.head is not None
         logits = linear(x_TD, self._head_weight(), self.head.bias)
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
@@ -109,37 +152,93 @@ class Decoder(nn.Module):
         weights: LossWeights = NO_WEIGHTS,
         step_tokens: int,
     ) -> LossParts:
-        """Loss of one micro-batch as its share of a step with `step_tokens` trained tokens in all.
+        """Loss of one micro-batch as its share of a step with `step_tokens` trained tokens in all; without a pipeline.
 
         `labels_BS` holds the token to predict at each position, −100 where none is trained.
         """
-        sequences = Sequences.of(ids_BS, positions_BS, documents_BS)
-        x_TD, routings = self._run(ids_BS, sequences)
-        trained_B = (labels_BS != IGNORED).sum(1)
-        scale = 1.0 / step_tokens
-        total, nats = self._cross_entropy(x_TD, labels_BS, scale)
-        parts: dict[str, Tensor] = {}
-        if self.mtp and weights.mtp:
-            mtp, more = self._mtp_loss(x_TD, ids_BS, labels_BS, sequences, scale)
-            routings += more
-            total = total + weights.mtp * mtp
-            parts["mtp"] = mtp.detach()
-        terms = routing_losses(routings, weights, trained_B, step_tokens, sequences.real)
-        for name, term in terms.items():
-            total = total + getattr(weights, name) * term
-            parts[name] = term.detach()
-        return LossParts(total, nats, int(trained_B.sum()), parts)
+        micro = self.micro_batch(ids_BS, labels_BS, positions_BS, documents_BS)
+        return self.run_stage(0, None, micro, weights=weights, step_tokens=step_tokens)[1]
 
-    def _run(self, ids_BS: Tensor, sequences: Sequences) -> tuple[Tensor, list[tuple[Router, Routing]]]:
-        """Hidden states after the final norm, and the routing of each mixture layer, counted once."""
-        x_TD = self._embed(ids_BS)
-        if self.positions is not None:
-            x_TD = x_TD + self._learned_positions(sequences)
+    def micro_batch(
+        self, ids_BS: Tensor, labels_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None
+    ) -> MicroBatch:
+        """Whole rows, with what all layers share about their places."""
+        return MicroBatch(ids_BS, labels_BS, Sequences.of(ids_BS, positions_BS, documents_BS, self.mesh))
+
+    def run_stage(
+        self, index: int, x: Tensor | None, micro: MicroBatch, *, weights: LossWeights, step_tokens: int
+    ) -> tuple[Tensor | None, LossParts]:
+        """Virtual stage `index`: what comes from the stage before (None at the first) to what the next one gets (None
+        at the last), and this stage's part of the loss.
+
+        What travels is x_TD, or [1 + blocks, T, D] from the stage of the prediction blocks on, all normalised.
+        """
+        x, total, nats, parts = self.stage_tensors(index, x, micro, weights, step_tokens)
+        return x, LossParts(total, nats, int((micro.labels_BS != IGNORED).sum()), parts)
+
+    def stage_tensors(
+        self, index: int, x: Tensor | None, micro: MicroBatch, weights: LossWeights, step_tokens: int
+    ) -> tuple[Tensor | None, Tensor, Tensor, dict[str, Tensor]]:
+        """As `run_stage`, with the fields of LossParts as plain tensors, which wrappers of this module can see."""
+        stage, sequences = self.stages[index], micro.sequences
         routings: list[tuple[Router, Routing]] = []
-        for layer in self.layers:
+        if stage.embed:
+            x = self._first(micro.ids_BS, sequences)
+        assert x is not None
+        ahead_TD: list[Tensor] = []
+        if x.dim() == 3:
+            x, *ahead_TD = x.unbind(0)
+        x = self._run_layers(x, stage.layers, sequences, routings)
+        if index == self.norm_stage:
+            assert self.norm is not None
+            x = self.norm(x)
+        if stage.mtp and self.mtp and weights.mtp:
+            ahead_TD = self._run_blocks(x, micro, routings)
+
+        trained_B = (micro.labels_BS != IGNORED).sum(1)
+        total, nats, parts = None, x.new_zeros(()), {}
+        if stage.head:
+            scale = 1.0 / step_tokens
+            total, nats = self._cross_entropy(x, sequences.own(micro.labels_BS), scale)
+            if ahead_TD:
+                mtp = self._mtp_loss(ahead_TD, micro, scale)
+                total = total + weights.mtp * mtp
+                parts["mtp"] = mtp.detach()
+        terms = routing_losses(
+            routings, weights, trained_B, step_tokens, sequences, self.mesh, self._mixture_layers(weights)
+        )
+        for name, term in terms.items():
+            weighted = getattr(weights, name) * term
+            total = weighted if total is None else total + weighted
+            parts[name] = term.detach()
+        if total is None:
+            total = x.new_zeros(())
+        if stage.head:
+            return None, total, nats, parts
+        return (torch.stack((x, *ahead_TD)) if ahead_TD else x), total, nats, parts
+
+    def carried(self, index: int, weights: LossWeights) -> int:
+        """How many hidden states per token travel from virtual stage `index` − 1 to `index`."""
+        blocks = any(stage.mtp for stage in self.all_stages[:index])
+        return 1 + (len(self.spec.mtp) if blocks and weights.mtp else 0)
+
+    def _mixture_layers(self, weights: LossWeights) -> int:
+        blocks = self.spec.mtp if weights.mtp else ()
+        return sum(layer.moe is not None for layer in (*self.spec.layers, *blocks))
+
+    def _first(self, ids_BS: Tensor, sequences: Sequences) -> Tensor:
+        """Embeddings [T, D] of own tokens."""
+        x_TD = self._embed(ids_BS, sequences)
+        return x_TD if self.positions is None else x_TD + self._learned_positions(sequences)
+
+    def _run_layers(
+        self, x_TD: Tensor, indices: Iterable[int], sequences: Sequences, routings: list[tuple[Router, Routing]]
+    ) -> Tensor:
+        for i in indices:
+            layer = self.layers[i]
             x_TD, routing = layer(x_TD, sequences)
             self._note(layer, routing, sequences, routings)
-        return self.norm(x_TD), routings
+        return x_TD
 
     def _note(
         self,
@@ -154,10 +253,11 @@ class Decoder(nn.Module):
         assert isinstance(layer, Layer) and layer.moe is not None
         router = layer.moe.router
         if self.training:
-            router.count(routing, sequences.real)
+            router.count(routing, sequences.own_real)
         routings.append((router, routing))
 
-    def _embed(self, ids_BS: Tensor) -> Tensor:
+    def _embed(self, ids_BS: Tensor, sequences: Sequences) -> Tensor:
+        assert self.embed is not None
         if ids_BS.device.type == "cpu":  # elsewhere looking would wait for the device, and the lookup itself checks
             largest, smallest = int(ids_BS.max()), int(ids_BS.min())
             if largest >= self.spec.vocab or smallest < 0:
@@ -166,7 +266,7 @@ class Decoder(nn.Module):
                     f"token id {wrong} is outside the vocabulary of {self.spec.vocab} (ids 0 to "
                     f"{self.spec.vocab - 1}); use the tokenizer of this model or a model with a larger vocabulary"
                 )
-        x_TD = self.embed(ids_BS.flatten())
+        x_TD = self.embed(sequences.part(ids_BS).flatten(), sequences.batch)
         return x_TD if self.spec.embedding_scale == 1.0 else x_TD * self.spec.embedding_scale
 
     def _learned_positions(self, sequences: Sequences) -> Tensor:
@@ -177,32 +277,43 @@ class Decoder(nn.Module):
                 f"position {last} is beyond the {self.spec.max_positions} learned positions of this model; "
                 f"use sequences of at most {self.spec.max_positions} tokens"
             )
-        rows = sequences.positions.expand(sequences.batch, sequences.length)
-        return self.positions(rows.flatten())
+        rows = sequences.own(sequences.positions).expand(sequences.batch, -1)
+        return self.positions(rows.flatten())  # type: ignore[no-any-return]
 
     def _head_weight(self) -> Tensor:
-        return self.embed.weight if self.head.weight is None else self.head.weight
+        assert self.head is not None
+        if self.head.weight is not None:
+            return self.head.weight
+        assert self.embed is not None
+        return self.embed.weight
 
-    def _cross_entropy(self, x_TD: Tensor, labels_BS: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return cross_entropy(
+    def _cross_entropy(self, x_TD: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        assert self.head is not None
+        return head_loss(
             x_TD,
             self._head_weight(),
-            labels_BS.flatten(),
+            labels.flatten(),
+            first_row=self.head.first_row,
+            tp=self.mesh.tp,
             bias_V=self.head.bias,
             scale=scale,
             logits_divisor=self.spec.logits_divisor,
         )
 
-    def _mtp_loss(
-        self, x_TD: Tensor, ids_BS: Tensor, labels_BS: Tensor, sequences: Sequences, scale: float
-    ) -> tuple[Tensor, list[tuple[Router, Routing]]]:
-        """Mean over prediction blocks of their cross entropy (equation 25), and their routings."""
-        losses: list[Tensor] = []
-        routings: list[tuple[Router, Routing]] = []
+    def _run_blocks(self, x_TD: Tensor, micro: MicroBatch, routings: list[tuple[Router, Routing]]) -> list[Tensor]:
+        """The normalised state [T, D] of each prediction block."""
+        states: list[Tensor] = []
         for depth, block in enumerate(self.mtp, start=1):
-            ahead_TD = self._embed(ahead(ids_BS, depth, 0, sequences.documents))
-            x_TD, routing = block(x_TD, ahead_TD, sequences)
-            self._note(block.get_submodule("layer"), routing, sequences, routings)
-            labels = mtp_labels(labels_BS, depth, sequences.documents)
-            losses.append(self._cross_entropy(x_TD, labels, scale)[0])
-        return torch.stack(losses).mean(), routings
+            next_ids = ahead(micro.ids_BS, depth, 0, micro.sequences.documents)
+            x_TD, routing = block(x_TD, self._embed(next_ids, micro.sequences), micro.sequences)
+            self._note(block.get_submodule("layer"), routing, micro.sequences, routings)
+            states.append(x_TD)
+        return states
+
+    def _mtp_loss(self, states: list[Tensor], micro: MicroBatch, scale: float) -> Tensor:
+        """Mean over prediction blocks of their cross entropy (equation 25)."""
+        losses = []
+        for depth, x_TD in enumerate(states, start=1):
+            labels = mtp_labels(micro.labels_BS, depth, micro.sequences.documents)
+            losses.append(self._cross_entropy(x_TD, micro.sequences.own(labels), scale)[0])
+        return torch.stack(losses).mean()

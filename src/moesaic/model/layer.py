@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.attention import Attention
 from moesaic.model.mla import LatentAttention
 from moesaic.model.mlp import Mlp
@@ -19,7 +20,9 @@ from moesaic.spec.model import LayerSpec, ModelSpec
 class Layer(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)) or x + moe(norm(x)), each sum with the model's residual scale."""
 
-    def __init__(self, spec: LayerSpec, model: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, mesh: Mesh
+    ) -> None:
         super().__init__()
         if (spec.mlp is None) == (spec.moe is None):
             raise SpecError("a layer has either an mlp or a moe block; give exactly one of the two")
@@ -28,20 +31,20 @@ class Layer(nn.Module):
         self.attn_norm = make_norm(model.norm, hidden, model.norm_eps, model.norm_bias, dtype=dtype, device=device)
         self.attn: Attention | LatentAttention
         if spec.attention.kind == "mla":
-            self.attn = LatentAttention(spec.attention, hidden, dtype=dtype, device=device)
+            self.attn = LatentAttention(spec.attention, hidden, dtype=dtype, device=device, mesh=mesh)
         else:
-            self.attn = Attention(spec.attention, hidden, dtype=dtype, device=device)
+            self.attn = Attention(spec.attention, hidden, dtype=dtype, device=device, mesh=mesh)
         self.mlp_norm = make_norm(model.norm, hidden, model.norm_eps, model.norm_bias, dtype=dtype, device=device)
-        self.mlp = None if spec.mlp is None else Mlp(spec.mlp, hidden, dtype=dtype, device=device)
-        self.moe = None if spec.moe is None else Moe(spec.moe, hidden, dtype=dtype, device=device)
+        self.mlp = None if spec.mlp is None else Mlp(spec.mlp, hidden, dtype=dtype, device=device, tp=mesh.tp)
+        self.moe = None if spec.moe is None else Moe(spec.moe, hidden, dtype=dtype, device=device, mesh=mesh)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:
-        """x [T, D] to x [T, D], and the routing if the layer has experts."""
+        """x [T, D] of own tokens to x [T, D], and their routing if the layer has experts."""
         x_TD = torch.add(x_TD, self.attn(self.attn_norm(x_TD), sequences), alpha=self.residual_scale)
         routing = None
         if self.moe is not None:
-            y_TD, routing = self.moe(self.mlp_norm(x_TD))
+            y_TD, routing = self.moe(self.mlp_norm(x_TD), sequences.batch)
         else:
             assert self.mlp is not None
-            y_TD = self.mlp(self.mlp_norm(x_TD))
+            y_TD = self.mlp(self.mlp_norm(x_TD), sequences.batch)
         return torch.add(x_TD, y_TD, alpha=self.residual_scale), routing

@@ -1,15 +1,25 @@
-"""A linear layer whose product goes through `kernels.linear`."""
+"""A linear layer whose product goes through `kernels.linear`, whole or one tensor-parallel rank's piece of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.mesh.autograd import scatter_tokens
+from moesaic.mesh.cut import Cut, Piece, new_parameter
+from moesaic.mesh.group import Group
 from moesaic.model.kernels import linear
+
+ALONE = Group.single("tp")
+"""Tensor parallelism of one."""
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b for x [..., I], weight [O, I], bias [O] or none. Weights are left uninitialised."""
+    """y = x Wᵀ + b for x [..., I], weight [O, I], bias [O] or none. Weights are left uninitialised.
+
+    With `split`, a group of n tensor-parallel ranks, this rank holds O / n rows of the weight and gives that many
+    columns of y. `segments` 2: the rows are gate rows, then up rows, and both are split.
+    """
 
     def __init__(
         self,
@@ -19,14 +29,51 @@ class Linear(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        split: Group = ALONE,
+        segments: int = 1,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        rows = (Piece(0, split.size, split.rank, segments),)
+        self.weight = new_parameter(Cut((outputs, inputs), rows), dtype=dtype, device=device)
+        self.bias = new_parameter(Cut((outputs,), rows), dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] to y [..., O]."""
         return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        outputs, inputs = self.weight.shape
+        return f"{inputs}, {outputs}, bias={self.bias is not None}"
+
+
+class LinearToTokens(nn.Module):
+    """y = x Wᵀ + b where a group's ranks hold pieces of x's columns for many tokens, and each wants y of its own.
+
+    This rank holds I / n columns of the weight [O, I]. The bias is whole, because it meets own tokens only.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        split: Group = ALONE,
+    ) -> None:
+        super().__init__()
+        self.split = split
+        columns = (Piece(1, split.size, split.rank),)
+        self.weight = new_parameter(Cut((outputs, inputs), columns), dtype=dtype, device=device)
+        self.bias = new_parameter(Cut((outputs,)), dtype=dtype, device=device) if bias else None
+
+    def forward(self, x_TI: Tensor, batch: int = 1) -> Tensor:
+        """x [n · T, I / n] of the group's tokens, `batch` rows, to y [T, O] of this rank's tokens."""
+        if self.split.size == 1:
+            return linear(x_TI, self.weight, self.bias)
+        y_TO = scatter_tokens(linear(x_TI, self.weight), self.split, batch)
+        return y_TO if self.bias is None else y_TO + self.bias
 
     def extra_repr(self) -> str:
         outputs, inputs = self.weight.shape

@@ -1,7 +1,8 @@
 """Losses as sums over tokens, divided once by the number of trained tokens of the whole step.
 
 Because every term of a micro-batch is weighted by its share of the step's trained tokens, micro-batches and ranks just
-add up. How rows are put into micro-batches changes none of them but the two that are defined over a micro-batch.
+add up: a rank's loss is what its own tokens contribute. How rows are put into micro-batches changes none of them but
+the two that are defined over a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.mesh.collectives import all_reduce
+from moesaic.mesh.group import Group
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.kernels import compute_dtype
 from moesaic.model.router import Router, Routing
+from moesaic.model.sequences import Sequences
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -45,7 +50,7 @@ NO_WEIGHTS = LossWeights()
 
 @dataclass
 class LossParts:
-    """Loss of one micro-batch.
+    """Loss of one micro-batch, this rank's part.
 
     `total`: the scalar to call backward on, already divided by the step's trained tokens.
     `cross_entropy_sum`: nats summed over this micro-batch's `tokens` trained tokens, detached.
@@ -175,37 +180,47 @@ def routing_losses(
     weights: LossWeights,
     trained_B: Tensor,
     step_tokens: int,
-    real_BS: Tensor | None = None,
+    sequences: Sequences,
+    mesh: Mesh,
+    layers: int | None = None,
 ) -> dict[str, Tensor]:
     """The router terms of a micro-batch: mean over layers, without coefficients, weighted by share of the step.
 
-    `trained_B` [B]: trained tokens per row; `real_BS`: which tokens are not padding, if any is padding. Terms: `z`,
-    the mean squared log-sum-exp of logits (ST-MoE, arXiv 2202.08906, equation 5), and `sequence_aux` (DeepSeek-V3,
-    arXiv 2412.19437, equation 17), both over each row and weighted by the row's share, so that they do not depend on
-    how rows are put into micro-batches; `batch_aux` over the micro-batch and `global_aux`, whose shares of choices are
-    those of the step so far (arXiv 2501.11873), which by their definition do.
+    `trained_B` [B]: trained tokens per row, over whole rows. `layers`: mixture layers of the model, where some are on
+    other pipeline stages. Terms: `z`, the mean squared log-sum-exp of logits (ST-MoE, arXiv 2202.08906, equation 5),
+    and `sequence_aux` (DeepSeek-V3, arXiv 2412.19437, equation 17), both over each row and weighted by the row's share,
+    so that they do not depend on how rows are put into micro-batches; `batch_aux` over the micro-batch and
+    `global_aux`, whose shares of choices are those of the step so far over all ranks (arXiv 2501.11873), which by their
+    definition do.
 
-    Each layer has its own loss. One loss over the pooled choices of all layers, as in Hugging Face's code, calls layers
-    balanced that have each collapsed onto a different expert.
+    Each rank has its own tokens' part of these terms: shares of choices are summed over the ranks that hold other parts
+    of the rows, and what is left is a sum over tokens. Each layer has its own loss. One loss over the pooled choices of
+    all layers, as in Hugging Face's code, calls layers balanced that have each collapsed onto a different expert.
     """
     share = trained_B.sum() / step_tokens
     rows = trained_B.shape[0]
+    balancing = bool(weights.batch_aux or weights.sequence_aux or weights.global_aux)
+    if not routers or not (weights.z or balancing):
+        return {}
+    own_real = sequences.own_real
+    real_BS1 = torch.ones_like(routers[0][1].ids_TK[:, :1]) if own_real is None else own_real.long()
+    real_BS1 = real_BS1.reshape(rows, -1, 1)
+    if sequences.real is None:
+        real_B1 = torch.full((rows, 1), sequences.length, device=real_BS1.device)
+    else:
+        real_B1 = sequences.real.sum(1, keepdim=True)
+    counts = _choices(routers, real_BS1, mesh.sequence) if balancing else []
+    step_counts = _step_counts(routers, mesh.stage) if weights.global_aux else []
     terms: dict[str, list[Tensor]] = {}
-    for router, routing in routers:
-        experts = router.spec.experts
-        real_BS1 = torch.ones_like(routing.ids_TK[:, :1]) if real_BS is None else real_BS.long()
-        real_BS1 = real_BS1.reshape(rows, -1, 1)
-        real_B1 = real_BS1.sum(1)
+    for number, (router, routing) in enumerate(routers):
         if weights.z:
             squares_BS1 = routing.logits_TE.logsumexp(-1).square().view_as(real_BS1)
             mean_B = ((squares_BS1 * real_BS1).sum(1) / real_B1.clamp(min=1)).squeeze(1)
             terms.setdefault("z", []).append((mean_B * trained_B).sum() / step_tokens)
-        if not (weights.batch_aux or weights.sequence_aux or weights.global_aux):
+        if not balancing:
             continue
-        ids_BSK = routing.ids_TK.view(rows, -1, router.spec.top_k)
-        sum_BE = (router.probabilities(routing).view(rows, -1, experts) * real_BS1).sum(1)
-        counts_BE = ids_BSK.new_zeros(rows, experts)
-        counts_BE.scatter_add_(1, ids_BSK.flatten(1), real_BS1.expand_as(ids_BSK).flatten(1))
+        probabilities = router.probabilities(routing).view(rows, -1, router.spec.experts)
+        sum_BE, counts_BE = (probabilities * real_BS1).sum(1), counts[number]
         mean_BE, counts_E = sum_BE / real_B1.clamp(min=1), counts_BE.sum(0)
         mean_E = sum_BE.sum(0) / real_B1.sum().clamp(min=1)
         if weights.batch_aux:
@@ -214,6 +229,33 @@ def routing_losses(
             losses_B = balance_loss(mean_BE, counts_BE)
             terms.setdefault("sequence_aux", []).append((losses_B * trained_B).sum() / step_tokens)
         if weights.global_aux:
-            so_far = router.step_counts if router.training else counts_E
+            so_far = step_counts[number] if router.training else counts_E
             terms.setdefault("global_aux", []).append(balance_loss(mean_E, so_far) * share)
-    return {name: torch.stack(layers).mean() for name, layers in terms.items()}
+    if layers is None or layers == len(routers):
+        return {name: torch.stack(each).mean() for name, each in terms.items()}
+    return {name: torch.stack(each).sum() / layers for name, each in terms.items()}
+
+
+def _choices(routers: Sequence[tuple[Router, Routing]], real_BS1: Tensor, group: Group) -> list[Tensor]:
+    """Choices per whole row and expert, [B, E] for each layer; one sum over the ranks that share the rows."""
+    rows = real_BS1.shape[0]
+    found = []
+    for router, routing in routers:
+        ids_BSK = routing.ids_TK.view(rows, -1, router.spec.top_k)
+        counts_BE = ids_BSK.new_zeros(rows, router.spec.experts)
+        found.append(counts_BE.scatter_add_(1, ids_BSK.flatten(1), real_BS1.expand_as(ids_BSK).flatten(1)))
+    return _sum_together(found, group)
+
+
+def _step_counts(routers: Sequence[tuple[Router, Routing]], group: Group) -> list[Tensor]:
+    """Choices of the step so far over all ranks, [E] for each layer."""
+    return _sum_together([router.step_counts for router, _ in routers], group)
+
+
+def _sum_together(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    """Each tensor summed over the group, by one collective."""
+    if group.size == 1:
+        return tensors
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = all_reduce(flat, group).split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.model.attend import attend
-from moesaic.model.linear import Linear
+from moesaic.mesh.autograd import gather_tokens
+from moesaic.mesh.mesh import Mesh
+from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
+from moesaic.model.spread import attend_spread
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec
 
@@ -19,49 +21,57 @@ class LatentAttention(nn.Module):
 
     A head's query and key are `nope_dim` plain and `rope_dim` rotated dimensions; the rotated part of the key is shared
     by all heads. Queries come from a latent of `q_rank`, or directly where that is None.
+
+    Tensor parallelism splits heads. The projections to latents are whole and see own tokens; only the latents, which
+    are narrow, are gathered.
     """
 
-    def __init__(self, spec: AttentionSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: AttentionSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str, mesh: Mesh
+    ) -> None:
         super().__init__()
         if spec.kv_rank is None or spec.nope_dim is None or spec.rope_dim is None:
             raise SpecError("multi-head latent attention needs kv_rank, nope_dim and rope_dim; give all three")
-        self.spec = spec
+        self.spec, self.mesh = spec, mesh
+        tp = mesh.tp
+        self.heads = spec.heads // tp.size
         self.kv_rank, self.nope_dim, self.rope_dim = spec.kv_rank, spec.nope_dim, spec.rope_dim
         self.rope_key = "" if spec.rope is None else spec.rope.model_dump_json()
         q_width = spec.heads * (self.nope_dim + self.rope_dim)
         if spec.q_rank is None:
-            self.q = Linear(hidden, q_width, dtype=dtype, device=device)
+            self.q = Linear(hidden, q_width, dtype=dtype, device=device, split=tp)
         else:
             self.q_a = Linear(hidden, spec.q_rank, spec.qkv_bias, dtype=dtype, device=device)
             self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, dtype=dtype, device=device)
-            self.q_b = Linear(spec.q_rank, q_width, dtype=dtype, device=device)
+            self.q_b = Linear(spec.q_rank, q_width, dtype=dtype, device=device, split=tp)
         self.kv_a = Linear(hidden, self.kv_rank + self.rope_dim, spec.qkv_bias, dtype=dtype, device=device)
         self.kv_a_norm = RMSNorm(self.kv_rank, spec.norm_eps, dtype=dtype, device=device)
         kv_width = spec.heads * (self.nope_dim + spec.v_head_dim)
-        self.kv_b = Linear(self.kv_rank, kv_width, dtype=dtype, device=device)
-        self.o = Linear(spec.heads * spec.v_head_dim, hidden, spec.o_bias, dtype=dtype, device=device)
+        self.kv_b = Linear(self.kv_rank, kv_width, dtype=dtype, device=device, split=tp)
+        out_width = spec.heads * spec.v_head_dim
+        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        """x [T, D] to [T, D], T = B · S."""
-        spec = self.spec
-        rows = (sequences.batch, sequences.length)
-        q = self.q(x_TD) if spec.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x_TD)))
-        q = q.view(*rows, spec.heads, self.nope_dim + self.rope_dim)
+        """x [T, D] of own tokens to [T, D]."""
+        spec, tp = self.spec, self.mesh.tp
+        rows = (sequences.batch, sequences.part_length)
+        # Queries come from this; where there is no query latent, from the input itself.
+        source = x_TD if spec.q_rank is None else self.q_a_norm(self.q_a(x_TD))
         latent, k_rope = self.kv_a(x_TD).split((self.kv_rank, self.rope_dim), dim=-1)
-        kv = self.kv_b(self.kv_a_norm(latent)).view(*rows, spec.heads, self.nope_dim + spec.v_head_dim)
+        latent = self.kv_a_norm(latent)
+        if tp.size > 1:
+            widths = (source.shape[1], self.kv_rank, self.rope_dim)
+            joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
+            source, latent, k_rope = joined.split(widths, dim=-1)
+        q = self.q(source) if spec.q_rank is None else self.q_b(source)
+        q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)
+        kv = self.kv_b(latent).view(*rows, self.heads, self.nope_dim + spec.v_head_dim)
         k_nope, v = kv.split((self.nope_dim, spec.v_head_dim), dim=-1)
-        k_rope = k_rope.view(*rows, 1, self.rope_dim)
+        k_rope = k_rope.reshape(*rows, 1, self.rope_dim)
         if spec.rope is not None:
             cos, sin = sequences.rope(spec.rope, self.rope_key)
             q = rotate(q, cos, sin, spec.rope.interleaved, offset=self.nope_dim)
             k_rope = rotate(k_rope, cos, sin, spec.rope.interleaved)
-        k = torch.cat((k_nope, k_rope.expand(*rows, spec.heads, self.rope_dim)), dim=-1)
-        out_THd = attend(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            sequences.segments(spec.chunk),
-            scale=spec.scale,
-            window=spec.window,
-        )
-        return self.o(out_THd.flatten(1))
+        k = torch.cat((k_nope, k_rope.expand(*rows, self.heads, self.rope_dim)), dim=-1)
+        out_THd = attend_spread(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sequences, spec, self.mesh)
+        return self.o(out_THd.flatten(1), sequences.batch)

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.mesh.autograd import gather_tokens
+from moesaic.mesh.group import Group
 from moesaic.model.activations import activate, activate_backward
-from moesaic.model.linear import Linear
+from moesaic.model.linear import ALONE, Linear, LinearToTokens
 from moesaic.spec.model import Activation, MlpSpec
 
 
@@ -33,19 +35,33 @@ class _Activate(torch.autograd.Function):
 
 
 class Mlp(nn.Module):
-    """down(f(gate) · up) with `gate_up.weight` [2F, D] (gate rows, then up rows), or down(f(up)) when not gated."""
+    """down(f(gate) · up) with `gate_up.weight` [2F, D] (gate rows, then up rows), or down(f(up)) when not gated.
 
-    def __init__(self, spec: MlpSpec, hidden: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    Tensor parallelism splits F: each rank gathers its group's tokens, computes its part for all of them, and gets back
+    the sums for its own.
+    """
+
+    def __init__(
+        self,
+        spec: MlpSpec,
+        hidden: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        tp: Group = ALONE,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.tp = tp
         if spec.gated:
-            self.gate_up = Linear(hidden, 2 * spec.width, spec.bias, dtype=dtype, device=device)
+            self.gate_up = Linear(hidden, 2 * spec.width, spec.bias, dtype=dtype, device=device, split=tp, segments=2)
         else:
-            self.up = Linear(hidden, spec.width, spec.bias, dtype=dtype, device=device)
-        self.down = Linear(spec.width, hidden, spec.bias, dtype=dtype, device=device)
+            self.up = Linear(hidden, spec.width, spec.bias, dtype=dtype, device=device, split=tp)
+        self.down = LinearToTokens(spec.width, hidden, spec.bias, dtype=dtype, device=device, split=tp)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """x [T, D] to [T, D]."""
+    def forward(self, x_TD: Tensor, batch: int = 1) -> Tensor:
+        """x [T, D], `batch` rows of own tokens, to [T, D]."""
+        x_TD = gather_tokens(x_TD, self.tp, batch)
         h_TG = self.gate_up(x_TD) if self.spec.gated else self.up(x_TD)
         a_TF: Tensor = _Activate.apply(h_TG, self.spec.activation, self.spec.gated)
-        return self.down(a_TF)
+        return self.down(a_TF, batch)

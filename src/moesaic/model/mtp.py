@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.layer import Layer
 from moesaic.model.linear import Linear
 from moesaic.model.losses import IGNORED
@@ -25,13 +26,15 @@ class MtpBlock(nn.Module):
     checkpoints.
     """
 
-    def __init__(self, spec: LayerSpec, model: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, mesh: Mesh
+    ) -> None:
         super().__init__()
         hidden, eps, bias = model.hidden, model.norm_eps, model.norm_bias
         self.embed_norm = make_norm(model.norm, hidden, eps, bias, dtype=dtype, device=device)
         self.hidden_norm = make_norm(model.norm, hidden, eps, bias, dtype=dtype, device=device)
         self.proj = Linear(2 * hidden, hidden, dtype=dtype, device=device)
-        self.layer = Layer(spec, model, dtype=dtype, device=device)
+        self.layer = Layer(spec, model, dtype=dtype, device=device, mesh=mesh)
         self.norm = make_norm(model.norm, hidden, eps, bias, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: Tensor, embedding_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:

@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.mesh.autograd import all_reduce
+from moesaic.mesh.cut import Cut, Piece, new_parameter
+from moesaic.mesh.group import Group
+
 _ELEMENTS_PER_BLOCK = 2**17
 """Backward walks rows in blocks of this size, so that its five temporaries stay in cache."""
 
@@ -70,6 +74,23 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] to the same shape."""
         return rms_norm(x, self.weight, self.eps)
+
+
+class SplitRMSNorm(nn.Module):
+    """RMS norm over a last dimension whose pieces are on the ranks of a group: the mean square is taken over all."""
+
+    def __init__(self, width: int, eps: float, split: Group, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.eps, self.width, self.split = eps, width, split
+        self.weight = new_parameter(Cut((width,), (Piece(0, split.size, split.rank),)), dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's piece of x [..., D / n] to the same piece of the result."""
+        if self.split.size == 1:
+            return rms_norm(x, self.weight, self.eps)
+        wide = x.to(_statistics_dtype(x))
+        mean_square = all_reduce(wide.square().sum(-1, keepdim=True), self.split) / self.width
+        return (wide * (mean_square + self.eps).rsqrt()).to(x.dtype) * self.weight
 
 
 class LayerNorm(nn.Module):

@@ -1,7 +1,7 @@
-"""Where each token of a batch stands: its position, its document, and which tokens may see each other.
+"""Where each token of a batch stands: its position, its document, which tokens may see each other, and which are here.
 
 Built once per forward pass and shared by all layers, so that rotary tables and the cuts between documents are computed
-once.
+once. Every rank knows the whole rows; it attends for its context part of them, and between modules holds its own part.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moesaic.mesh.mesh import Mesh
+from moesaic.model.context import context_places, own_places
 from moesaic.model.rope import rope_table
 from moesaic.spec.model import RopeSpec
 
@@ -19,8 +21,9 @@ from moesaic.spec.model import RopeSpec
 class Sequences:
     """B rows of S tokens, flattened row after row wherever a tensor has a single token dimension T = B · S.
 
-    `positions` [B, S] defaults to 0 … S − 1 in every row. `documents` [B, S] numbers the documents packed into a row;
-    a document is a run of equal numbers, and a token sees only its own document. Negative numbers mark padding.
+    `positions` [1 or B, S] defaults to 0 … S − 1 in every row. `documents` [B, S] numbers the documents packed into a
+    row; a document is a run of equal numbers, and a token sees only its own document. Negative numbers mark padding.
+    `mesh` says which places of a row are here: `part_length` in the context part, `own_length` in this rank's own.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Sequences:
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         device: torch.device | str = "cpu",
+        mesh: Mesh | None = None,
     ) -> None:
         self.batch = batch
         self.length = length
@@ -37,28 +41,59 @@ class Sequences:
         self.documents = documents
         if documents is not None:
             self.positions = self.positions.expand(batch, length)
+        self._part_S: Tensor | None = None
+        self._own_S: Tensor | None = None
+        self.part_length = self.own_length = length
+        if mesh is not None and mesh.sequence.size > 1:
+            cp, tp, kind = mesh.cp, mesh.tp, mesh.cp_kind
+            if cp.size > 1:
+                self._part_S = context_places(length, cp.size, cp.rank, kind).to(device)
+            self._own_S = own_places(length, cp.size, cp.rank, tp.size, tp.rank, kind).to(device)
+            self.part_length, self.own_length = length // cp.size, length // (cp.size * tp.size)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._segments: dict[int | None, tuple[int, ...]] = {}
+        self._segment_ids: dict[int | None, Tensor] = {}
 
     @classmethod
-    def of(cls, ids: Tensor, positions: Tensor | None, documents: Tensor | None) -> Sequences:
+    def of(cls, ids: Tensor, positions: Tensor | None, documents: Tensor | None, mesh: Mesh | None = None) -> Sequences:
         """The sequences of token ids [B, S]."""
         batch, length = ids.shape
-        return cls(batch, length, positions, documents, ids.device)
+        return cls(batch, length, positions, documents, ids.device, mesh)
+
+    def part(self, values_BS: Tensor) -> Tensor:
+        """Of values for whole rows [1 or B, S], those of the context part."""
+        return values_BS if self._part_S is None else values_BS.index_select(1, self._part_S)
+
+    def own(self, values_BS: Tensor) -> Tensor:
+        """Of values for whole rows [1 or B, S], those of this rank's own tokens."""
+        return values_BS if self._own_S is None else values_BS.index_select(1, self._own_S)
+
+    @cached_property
+    def part_positions(self) -> Tensor:
+        """Positions [1 or B, S/cp] of the context part."""
+        return self.part(self.positions)
 
     @cached_property
     def real(self) -> Tensor | None:
-        """Which tokens [B, S] are not padding; None where all are."""
+        """Which tokens [B, S] of the whole rows are not padding; None where all are."""
         if self.documents is None:
             return None
         real_BS = self.documents >= 0
         return None if bool(real_BS.all()) else real_BS
 
+    @cached_property
+    def own_real(self) -> Tensor | None:
+        """Which of this rank's own tokens [B, S_own] are not padding; None where no token of the rows is."""
+        return None if self.real is None else self.own(self.real)
+
     def rope(self, spec: RopeSpec, key: str) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [1 or B, S, 1, R] of a rotary embedding; `key` identifies `spec`."""
+        """Cosines and signed sines [1 or B, S/cp, 1, R] of a rotary embedding over the context part; `key` identifies
+        `spec`."""
         if key not in self._tables:
             lengths = self._document_lengths() if spec.kind == "longrope" else None
-            self._tables[key] = rope_table(spec, self.positions, lengths)
+            if lengths is not None and lengths.shape[1] > 1:
+                lengths = self.part(lengths)
+            self._tables[key] = rope_table(spec, self.part_positions, lengths)
         return self._tables[key]
 
     def _document_lengths(self) -> Tensor:
@@ -91,3 +126,11 @@ class Sequences:
             starts[:, 1:] |= chunks[:, 1:] != chunks[:, :-1]
         edges = starts.flatten().nonzero().flatten().tolist() + [self.batch * self.length]
         return tuple(end - start for start, end in pairwise(edges))
+
+    def segment_ids(self, chunk: int | None = None) -> Tensor:
+        """The number of its run of `segments` at each place of the whole rows, [B, S] int64, ascending."""
+        if chunk not in self._segment_ids:
+            lengths = torch.tensor(self.segments(chunk), device=self.positions.device)
+            numbers = torch.arange(len(lengths), device=lengths.device)
+            self._segment_ids[chunk] = numbers.repeat_interleave(lengths).view(self.batch, self.length)
+        return self._segment_ids[chunk]

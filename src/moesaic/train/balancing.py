@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.mesh.collectives import all_reduce, gather_objects
+from moesaic.mesh.mesh import Mesh
+
 
 @torch.no_grad()
 def update_select_bias(select_bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
@@ -50,3 +53,18 @@ def take_counts(routers: list[tuple[Any, Any]]) -> dict[str, Tensor]:
         counts[str(layer)] = router.step_counts.clone()
         router.step_counts.zero_()
     return counts
+
+
+def sum_counts(counts: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Counts over all ranks: each layer's summed over the ranks of its stage, once, and all stages' layers together."""
+    if mesh.stage.size > 1 and counts:
+        flat = all_reduce(torch.cat([counts[layer] for layer in counts]), mesh.stage)
+        sizes = [counts[layer].numel() for layer in counts]
+        counts = dict(zip(counts, flat.split(sizes), strict=True))
+    if mesh.pp.size == 1:
+        return counts
+    found: dict[str, Tensor] = {}
+    for each in gather_objects({layer: tensor.cpu() for layer, tensor in counts.items()}, mesh.pp):
+        found |= each
+    found |= counts
+    return {layer: found[layer] for layer in sorted(found, key=int)}

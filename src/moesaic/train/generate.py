@@ -37,7 +37,7 @@ def generate(
     The model sees the last `window` tokens, by default as many as it has positions. Ends after the id `stop`.
     """
     decoder.eval()
-    where = decoder.embed.weight.device
+    where = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     window = min(window or decoder.spec.max_positions, decoder.spec.max_positions)
     seen = list(ids)

@@ -132,7 +132,6 @@ class Launch:
             return
         collectives.barrier(self.mesh.world)
         self.assembly.close()
-        self.mesh.close()
         dist.destroy_process_group()
         _state.launch = _state.assembly = None
 
@@ -163,7 +162,7 @@ def join(run: RunSpec, model: ModelSpec | None = None) -> Launch:
     restarts = assembly.largest(place.restarts)
     threads, note = _threads(run.train.threads, place)
     _make_default_group(assembly, place, timeout)
-    mesh = Mesh.create(layout, timeout)
+    mesh = Mesh.create(layout, timeout, (model or run.model_spec()).tied_embeddings)
     launch = Launch(mesh, layout, place, restarts, threads, [note] if note else [], assembly)
     if restarts and place.rank == 0:
         launch.notes.append(f"Started anew by torchrun ({restarts} so far), on {place.world} processes: {layout}.")

@@ -1,25 +1,29 @@
-"""The training loop, in one process.
+"""The training loop, in one process or as one rank of several.
 
 Reads top to bottom: make the data, the model and the optimizer; go back to the last checkpoint if asked; then step,
 measure, evaluate, save, until the steps are done or somebody asks to stop. Everything a step depends on is either in
 the checkpoint or a function of the run file and the step's number, so an interrupted run continues bit for bit.
+
+All ranks go through the same steps and agree on when to stop, save and evaluate; rank 0 alone prints and writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from moesaic.cost.counts import flops_per_token
+from moesaic.cost.counts import flops_per_token, parameters
+from moesaic.mesh.collectives import gather_counts, gather_objects
 from moesaic.mesh.device import bf16_is_native, device
-from moesaic.model.decoder import Decoder
+from moesaic.mesh.group import Group
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.losses import LossWeights
-from moesaic.spec.layout import written
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.run import RunSpec, require_single_process, resolve_balance
+from moesaic.spec.run import RunSpec, resolve_balance
 from moesaic.train import checkpoint, process
 from moesaic.train.balancing import Load
 from moesaic.train.checkpoint import CheckpointError, Checkpoints
@@ -34,12 +38,15 @@ from moesaic.train.folder import (
     refuse_to_overwrite,
     write_resolved,
 )
-from moesaic.train.metrics import Display, MetricsFile, Row, Stopwatch
+from moesaic.train.launch import Launch, join
+from moesaic.train.metrics import Display, MetricsFile, NoDisplay, NoMetrics, Row, Stopwatch
 from moesaic.train.nonfinite import NonFiniteError, not_finite
-from moesaic.train.optimizer import Optimizer
+from moesaic.train.routing_files import benchmark_only, forced_routing
 from moesaic.train.schedule import learning_rate
+from moesaic.train.sharded_state import rng_to_read
 from moesaic.train.signals import StopRequest
 from moesaic.train.start import initial_decoder
+from moesaic.train.state import TrainState
 from moesaic.train.step import StepResult, evaluate, train_step
 
 DONE, STOPPED = 0, 3
@@ -53,10 +60,19 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
     MoesaicError for bad input (exit code 2), among them a folder that already holds a run; NonFiniteError (4);
     CheckpointError when a checkpoint cannot be written.
     """
-    refuse_to_overwrite(Path(run.run.dir), resume)
+    folder = Path(run.run.dir)
+    spec = run.model_spec()
+    launch = join(run, spec)
+    resume = resume or launch.restarts > 0
     try:
-        with lock(Path(run.run.dir)):
-            return _train(run, resume, console or Console())
+        with contextlib.ExitStack() as held:
+
+            def take() -> None:
+                refuse_to_overwrite(folder, resume)
+                held.enter_context(lock(folder))
+
+            launch.first("the folder of the run", take)
+            return _train(run, spec, launch, resume, console or Console())
     except (OSError, RuntimeError, MemoryError) as error:
         sentence = out_of_room(error, run)
         if sentence is None:
@@ -64,16 +80,13 @@ def train(run: RunSpec, *, resume: bool = False, console: Console | None = None)
         raise RunError(sentence) from error
 
 
-def _train(run: RunSpec, resume: bool, console: Console) -> int:
+def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console: Console) -> int:
     folder = Path(run.run.dir)
-    keys = run.train
+    keys, mesh, layout = run.train, launch.mesh, launch.layout
 
     # What is asked for, checked before anything is made.
-    require_single_process(run)
-    spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
-    notes += spec.notes
-    threads = process.set_threads(keys.threads)
+    notes += [*launch.notes, *spec.notes]
     if keys.tune_malloc and not process.tune_malloc():
         notes.append("train.tune_malloc has no effect: this C library has no mallopt.")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys.dtype]
@@ -82,15 +95,25 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
     # Measured before anything is seeded, because the measurement draws random numbers.
     matmul_flops = device().matmul_flops(dtype)
 
-    data = build_data(run, spec.vocab, cache_folder(), console)
+    data = launch.leaders_first("the data", lambda: build_data(run, spec.vocab, cache_folder(), console))
+    launch.agree({"the tokens of data.path (a hash)": data.content})
     notes += data.notices
     device().manual_seed(keys.seed)
-    decoder = initial_decoder(run, spec, dtype, notes)
+    decoder = launch.settle("the model", lambda: initial_decoder(run, spec, dtype, notes, mesh))
     if run.balance.bias_update:
         decoder.enable_select_bias()
-    optimizer = Optimizer(
-        decoder, dtype=dtype, beta1=keys.beta1, beta2=keys.beta2, eps=keys.eps, weight_decay=keys.weight_decay
+    state = TrainState.of(
+        decoder,
+        dtype,
+        sharding=layout.sharding,
+        replicas=layout.replicas,
+        beta1=keys.beta1,
+        beta2=keys.beta2,
+        eps=keys.eps,
+        weight_decay=keys.weight_decay,
     )
+    if layout.sharding != "none" and not state.sharding.is_on:
+        notes.append(f'layout.sharding = "{layout.sharding}" has no effect: no two ranks hold the same parameters.')
     weights = LossWeights(
         z=run.balance.z_loss,
         batch_aux=run.balance.batch_aux,
@@ -102,19 +125,20 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
     held_out_sequences = keys.eval_batches * run.layout.micro_batch or None
 
     # Where it goes on from.
-    checkpoints = Checkpoints(folder / "checkpoints", keys.keep_checkpoints)
-    checkpoints.folder.mkdir(parents=True, exist_ok=True)
+    group = checkpoint_group(mesh, run.run.timeout_seconds)
+    checkpoints = Checkpoints(folder / "checkpoints", keys.keep_checkpoints, group)
+    launch.first("the folder of checkpoints", lambda: checkpoints.folder.mkdir(parents=True, exist_ok=True))
     checkpoints.remove_leftovers()
     step, total_tokens, elapsed = 0, 0, 0.0
     saved_step: int | None = None
     if resume:
-        newest, passed_over = checkpoints.newest()
+        newest, passed_over = checkpoints.agreed_newest()
         notes += passed_over
         if newest is None:
             notes.append(f"There is no checkpoint in {checkpoints.folder} yet: starting from step 0.")
         else:
             notes += changes(newest, run)
-            progress = _restore(newest, spec, decoder, optimizer, notes)
+            progress = _restore(newest, spec, state, group, notes)
             step, total_tokens, elapsed = progress["step"], progress["tokens"], progress["seconds"]
             saved_step = step
             if step > keys.steps:
@@ -122,18 +146,26 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
                     f"{newest} was written after step {step}, beyond train.steps = {keys.steps}: raise train.steps to "
                     f"{step} or more, or choose another folder with --set run.dir=…."
                 )
-            notes += _other_conditions(newest, progress, data.content, threads)
+            notes += _other_conditions(newest, progress, data.content, launch.threads)
             notes.append(f"Going on after step {step} from {newest}.")
-    write_resolved(folder, run)
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder / "tokenizer")
+    forced = forced_routing(
+        run, spec, decoder.routers(), first=launch.first, is_first=launch.is_first, resume=resume, notes=notes
+    )
+    labels = benchmark_only(run.balance)
 
-    metrics = MetricsFile(folder, step)
+    def begin_folder() -> None:
+        write_resolved(folder, run)
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder / "tokenizer")
+
+    launch.first("the folder of the run", begin_folder)
+    metrics = MetricsFile(folder, step) if launch.is_first else NoMetrics()
     if not metrics.has_tensorboard:
         notes.append("tensorboard is not installed, so there are no TensorBoard files.")
 
     def require_finite_weights() -> None:
-        culprit = not_finite({**decoder.state_dict(), **optimizer.masters})
+        found = gather_objects(not_finite(state.tensors()), mesh.world)
+        culprit = next((f"{each}{_on(rank, mesh)}" for rank, each in enumerate(found) if each), None)
         if culprit:
             checkpoints.wait()
             raise NonFiniteError(f"Step {step}: after its update {culprit}. {last_checkpoint(checkpoints)}")
@@ -144,26 +176,27 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
         # The line of a saved step must be on the disk first: a resumed run does not write it again.
         metrics.sync()
         texts = checkpoint.describe(
-            spec, dtype, step=step, tokens=total_tokens, seconds=elapsed, data=data.content, threads=threads
+            spec, dtype, step=step, tokens=total_tokens, seconds=elapsed, data=data.content, threads=launch.threads
         )
-        checkpoints.save(step, _state(decoder, optimizer), texts | {"run.toml": run.to_toml()})
+        checkpoints.save(step, state.saved(group), texts | {"run.toml": run.to_toml()})
 
-    with metrics, Display(console, folder, keys.steps, step) as display, StopRequest(display.say) as stop:
-        display.say(_headline(run, spec, decoder, threads, matmul_flops))
+    display_of = Display(console, folder, keys.steps, step) if launch.is_first else NoDisplay()
+    with metrics, display_of as display, StopRequest(display.say) as stop:
+        display.say(_headline(run, spec, launch, matmul_flops))
         for note in notes:
             display.say(note)
         # The clock restarts when a step's line is written, so a checkpoint's time stands in the line of the next step.
         clock = Stopwatch(device().synchronize)
 
-        while step < keys.steps and not stop.requested:
+        while step < keys.steps and not launch.anyone(bool(stop.requested) or checkpoints.failed):
             step += 1
             with clock.phase("data"):
-                batches = data.train.batches(step - 1)
+                batches = data.train.batches(step - 1, mesh.dp.rank, mesh.dp.size)
             lr = learning_rate(step, keys)
             try:
                 result = train_step(
                     decoder,
-                    optimizer,
+                    state.optimizer,
                     batches,
                     step=step,
                     lr=lr,
@@ -171,6 +204,8 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
                     clip=keys.clip,
                     bias_update=run.balance.bias_update,
                     clock=clock,
+                    sharding=state.sharding,
+                    forced=forced,
                 )
             except NonFiniteError as error:
                 checkpoints.wait()
@@ -186,8 +221,10 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
 
             elapsed += clock.total()
             if step % keys.log_every == 0 or last or held_out:
-                row = _row(step, lr, result, clock, elapsed, total_tokens, flops, matmul_flops)
+                row = _row(step, lr, result, clock, elapsed, total_tokens, flops, matmul_flops * mesh.world.size, mesh)
                 row.update(held_out)
+                if labels:
+                    row["benchmark_only"] = labels
                 metrics.write(row)
                 display.step(row)
             clock.restart()
@@ -198,11 +235,14 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
                     save()
                 saved_step = step
 
-        if stop.requested and step < keys.steps:
+        if step < keys.steps:
+            # A failed write raises here, on all ranks.
+            checkpoints.wait()
             if saved_step != step:
                 save()
             checkpoints.wait()
-            display.say(f"Stopped by {stop.requested} after step {step}; saved. Go on with --resume.")
+            signal = stop.requested or "a signal to another rank"
+            display.say(f"Stopped by {signal} after step {step}; saved. Go on with --resume.")
             return STOPPED
         checkpoints.wait()
         display.say(f"Done: {keys.steps} steps, {total_tokens:,} tokens. {last_checkpoint(checkpoints)}")
@@ -212,16 +252,19 @@ def _train(run: RunSpec, resume: bool, console: Console) -> int:
 # ---------------------------------------------------------------- parts of the above
 
 
-def _state(decoder: Decoder, optimizer: Optimizer) -> checkpoint.State:
-    """Everything a step depends on, apart from the run file and the step's number: live tensors."""
-    return {
-        "model": checkpoint.model_state(decoder, dict(optimizer.masters)),
-        "optimizer": optimizer.state(),
-        "rng": device().rng_state(),
-    }
+def checkpoint_group(mesh: Mesh, timeout_seconds: float) -> Group | None:
+    """All ranks, over the CPU, for the threads that write checkpoints beside training; None in one process."""
+    if mesh.world.size == 1:
+        return None
+    limit = max(timeout_seconds, _SLOWEST_DISK_SECONDS)
+    return Group.create("checkpoint", [mesh.world.ranks], limit, channel="checkpoint", backend="gloo")
 
 
-def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer, notes: list[str]) -> dict[str, Any]:
+_SLOWEST_DISK_SECONDS = 3600.0
+"""How long ranks wait for the slowest of them to write its part of a checkpoint. A dead rank is noticed at once."""
+
+
+def _restore(path: Path, spec: ModelSpec, state: TrainState, group: Group | None, notes: list[str]) -> dict[str, Any]:
     """Put the checkpoint at `path` into the model, the optimizer and the generators; returns trainer.json."""
     difference = checkpoint.first_difference(checkpoint.read_spec(path), spec)
     if difference is not None:
@@ -231,21 +274,19 @@ def _restore(path: Path, spec: ModelSpec, decoder: Decoder, optimizer: Optimizer
     progress = checkpoint.read_progress(path)
     saved = checkpoint.saved_names(path)
     if any(name.endswith(".select_bias") for name in saved):
-        decoder.enable_select_bias()
-    state = _state(decoder, optimizer)
-    unsaved = [name for name in state["model"] if name.endswith(".select_bias") and f"model.{name}" not in saved]
+        state.decoder.enable_select_bias()
+    wanted = state.saved(group)
+    unsaved = [name for name in wanted["model"] if name.endswith(".select_bias") and f"model.{name}" not in saved]
     if unsaved:
         notes.append(f"{path} has no selection biases: they start from zero.")
     for name in unsaved:
-        del state["model"][name]
-    elsewhere = [name for name in state["rng"] if f"rng.{name}" not in saved]
-    if elsewhere:
-        notes.append(f"{path} was written on another kind of device: {', '.join(elsewhere)} draws anew from the seed.")
-    for name in elsewhere:
-        del state["rng"][name]
-    checkpoint.read(path, state)
-    optimizer.round_masters()
-    device().set_rng_state(state["rng"])
+        del wanted["model"][name]
+    generators = device().rng_state()
+    wanted["rng"], more = rng_to_read(path, saved, generators, group or Group.single("checkpoint"))
+    notes += more
+    checkpoint.read(path, wanted, group)
+    state.optimizer.round_masters()
+    device().set_rng_state(generators)
     return progress
 
 
@@ -262,13 +303,17 @@ def _other_conditions(path: Path, progress: dict[str, Any], content: str, thread
     return found
 
 
-def _headline(run: RunSpec, spec: ModelSpec, decoder: Decoder, threads: int, matmul_flops: float) -> str:
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    keys = run.train
+def _on(rank: int, mesh: Mesh) -> str:
+    return f" on rank {rank}" if mesh.world.size > 1 else ""
+
+
+def _headline(run: RunSpec, spec: ModelSpec, launch: Launch, matmul_flops: float) -> str:
+    keys, world = run.train, launch.mesh.world.size
+    where = f"{device().name} with {launch.threads} thread{'s' if launch.threads > 1 else ''}"
     return (
-        f"{run.run.name}: {spec.name}, {parameters / 1e6:.1f} M parameters, {keys.steps} steps of "
-        f"{keys.global_batch} × {keys.seq_len} tokens, {keys.dtype}, layout {written(run.layout, 1)}, on "
-        f"{device().name} with {threads} thread{'s' if threads > 1 else ''} "
+        f"{run.run.name}: {spec.name}, {parameters(spec).total / 1e6:.1f} M parameters, {keys.steps} steps of "
+        f"{keys.global_batch} × {keys.seq_len} tokens, {keys.dtype}, layout {launch.layout}, on "
+        f"{where if world == 1 else f'{world} ranks, each on {where}'} "
         f"({matmul_flops / 1e9:.0f} GFLOP/s in a plain matmul); results in {run.run.dir}"
     )
 
@@ -282,6 +327,7 @@ def _row(
     total_tokens: int,
     flops_per_token: float,
     matmul_flops: float,
+    mesh: Mesh,
 ) -> Row:
     phases = dict(clock.phases)
     total = clock.total()
@@ -308,5 +354,5 @@ def _row(
         "dead_experts": load.dead,
         "dropped_tokens": 0,
         "expert_load": load.shares,
-        "peak_memory_bytes": device().peak_memory_bytes(),
+        "peak_memory_bytes": max(gather_counts(device().peak_memory_bytes(), mesh.world)),
     }

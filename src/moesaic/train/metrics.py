@@ -108,6 +108,24 @@ class MetricsFile:
             self._board.close()
 
 
+class NoMetrics:
+    """In the place of `MetricsFile` on ranks that write nothing."""
+
+    has_tensorboard = True
+
+    def write(self, row: Row) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def _keep_lines_until(path: Path, last_step: int) -> None:
     if not path.exists():
         return
@@ -212,3 +230,19 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+class NoDisplay:
+    """In the place of `Display` on ranks that say nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, row: Row) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> NoDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

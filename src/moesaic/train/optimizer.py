@@ -3,6 +3,9 @@
 Parameters in fp32 are their own masters. A bf16 parameter has an fp32 master: the optimizer steps the master, and the
 parameter is the master rounded. Gradients of bf16 parameters are added up in fp32 as they come out of backward, so
 accumulation over micro-batches loses nothing and no bf16 gradient outlives its own backward.
+
+A parameter that is spread over ranks (see `sharding`) is fp32 where it is stored, and this rank's rows of it are the
+master; what computes is made from it when it is gathered.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moesaic.model.experts import Experts
+from moesaic.train.gradients import GradientSums
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -26,7 +31,8 @@ class Optimizer:
 
     With `dtype` bf16, a model built in fp32 computes in bf16 from here on: its weights become the masters, unrounded,
     and its parameters their rounded copies. Set the learning rate with `step(lr)`. `masters` maps parameter names to
-    the fp32 tensors that are stepped; their `.grad` is where gradients are to be read and clipped.
+    the fp32 tensors that are stepped; after `sum_gradients` their `.grad` is where gradients are read and clipped.
+    `sums` says over which ranks gradients are summed; without it there is one rank.
     """
 
     def __init__(
@@ -38,17 +44,29 @@ class Optimizer:
         beta2: float = 0.95,
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        sums: GradientSums | None = None,
     ) -> None:
+        self.sums = sums
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
+        self._spread: dict[str, DTensor] = {}
         for name, parameter in self.parameters.items():
+            if isinstance(parameter, DTensor):
+                self._spread[name] = parameter
+                self.masters[name] = nn.Parameter(parameter.to_local().detach())
+                continue
             same = parameter.dtype == torch.float32 == (dtype or parameter.dtype)
             self.masters[name] = parameter if same else self._make_master(parameter, dtype or parameter.dtype)
         # Without hooks in the way, experts can add to a gradient in place instead of making one to be added.
         for module in model.modules():
             if isinstance(module, Experts):
-                module.accumulate_in_place = all(p.dtype == torch.float32 for p in module.parameters())
-        self._rounded = [name for name, parameter in self.parameters.items() if parameter is not self.masters[name]]
+                plain = not any(isinstance(p, DTensor) for p in module.parameters())
+                module.accumulate_in_place = plain and all(p.dtype == torch.float32 for p in module.parameters())
+        self._rounded = [
+            name
+            for name, parameter in self.parameters.items()
+            if parameter is not self.masters[name] and name not in self._spread
+        ]
         groups: list[dict[str, Any]] = [
             {"params": [m for n, m in self.masters.items() if decays(n, m)], "weight_decay": weight_decay},
             {"params": [m for n, m in self.masters.items() if not decays(n, m)], "weight_decay": 0.0},
@@ -79,9 +97,23 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(collect)
         return master
 
-    def gradients(self) -> list[Tensor]:
-        """The fp32 gradients that exist (an expert nobody chose may have none)."""
-        return [master.grad for master in self.masters.values() if master.grad is not None]
+    def gradients(self) -> dict[str, Tensor]:
+        """The fp32 gradients that exist, by name (a prediction block without a loss has none)."""
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
+    def sum_gradients(self) -> None:
+        """Complete the gradients that backward left, with those of the other ranks. Called once per step."""
+        for name, parameter in self._spread.items():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                self.masters[name].grad = parameter.grad.to_local()
+        if self.sums is None:
+            return
+        if self.sums.embedding and self.masters[self.sums.embedding].grad is None:
+            # A copy that nothing used here still has to take part in the sum over copies.
+            master = self.masters[self.sums.embedding]
+            master.grad = torch.zeros_like(master)
+        self.sums.sum(self.gradients())
 
     def clip(self, limit: float) -> float:
         """The 2-norm of all gradients together; if it exceeds `limit` > 0, all are scaled by one coefficient.
@@ -90,9 +122,12 @@ class Optimizer:
         nothing: the caller stops.
         """
         gradients = self.gradients()
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if self.sums is not None:
+            norm = self.sums.norm(gradients)
+        else:
+            norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
         if limit > 0 and math.isfinite(norm) and norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+            torch._foreach_mul_(list(gradients.values()), limit / (norm + 1e-6))
         return norm
 
     def step(self, lr: float) -> None:

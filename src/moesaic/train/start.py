@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moesaic.mesh.device import device
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
@@ -12,8 +13,11 @@ from moesaic.train import upcycle
 from moesaic.train.memory import require_memory
 
 
-def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: list[str]) -> Decoder:
-    """The decoder of `spec` with the weights that `model.init` asks for. What should be known is added to `notes`.
+def initial_decoder(
+    run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: list[str], mesh: Mesh | None = None
+) -> Decoder:
+    """The decoder of `spec`, or what this rank of `mesh` holds of it, with the weights that `model.init` asks for. What
+    should be known is added to `notes`.
 
     It is in fp32, so that the optimizer's masters start unrounded; `dtype` is what the run computes in.
     Every parameter is first drawn from the seed, so what a source does not give (a new router) is reproducible.
@@ -23,8 +27,11 @@ def initial_decoder(run: RunSpec, spec: ModelSpec, dtype: torch.dtype, notes: li
             model.
     """
     # Gradients, masters and two moments are fp32; parameters in bf16 stand beside their masters.
-    require_memory(spec, 16 + (0 if dtype == torch.float32 else dtype.itemsize), "with gradients and AdamW's moments")
-    decoder = Decoder(spec, device=device().torch_device)
+    if mesh is None or mesh.world.size == 1:
+        require_memory(
+            spec, 16 + (0 if dtype == torch.float32 else dtype.itemsize), "with gradients and AdamW's moments"
+        )
+    decoder = Decoder(spec, device=device().torch_device, mesh=mesh)
     decoder.init_weights(run.train.seed)
     if run.model.init == "hf":
         from moesaic.hf import import_weights

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from moesaic.mesh.collectives import all_reduce, gather_objects
+from moesaic.mesh.device import device
+from moesaic.mesh.group import Group, progress
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
-from moesaic.model.losses import LossParts, LossWeights
+from moesaic.model.forced import Forced
+from moesaic.model.losses import IGNORED, LossParts, LossWeights
+from moesaic.schedule.orders import Action, pipeline_order, splits_backward
+from moesaic.schedule.pipeline import run_pipeline
 from moesaic.train import nonfinite
-from moesaic.train.balancing import take_counts, update_select_bias
+from moesaic.train.balancing import sum_counts, take_counts, update_select_bias
 from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.optimizer import Optimizer
+from moesaic.train.sharding import Sharding
+from moesaic.train.stages import LossSums, Work
 
 
 @dataclass
@@ -49,46 +58,85 @@ def train_step(
     clip: float,
     bias_update: float,
     clock: Stopwatch,
+    sharding: Sharding | None = None,
+    forced: Forced | None = None,
 ) -> StepResult:
-    """Train on the micro-batches of step `step` and return its numbers.
+    """Train on this rank's micro-batches of step `step` and return the step's numbers, the same on every rank.
 
     Raises NonFiniteError, with the weights as they were, when the loss or the gradient is NaN or infinite.
     """
-    step_tokens = sum(batch.tokens for batch in batches)
+    mesh = decoder.mesh
+    progress.step = step
+    tokens_here, places_here = sum(batch.tokens for batch in batches), sum(batch.places for batch in batches)
+    step_tokens, positions = _totals([tokens_here, places_here], mesh.dp)
     decoder.train()
     optimizer.zero_grad()
     take_counts(decoder.routers())
 
-    cross_entropy = total = 0.0
-    parts: dict[str, float] = {}
-    for batch in batches:
-        with clock.phase("forward"):
-            loss = batch_loss(decoder, batch, weights, step_tokens)
-        with clock.phase("backward"):
-            loss.total.backward()
-        cross_entropy += float(loss.cross_entropy_sum)
-        total += float(loss.total.detach())
-        for name, value in loss.parts.items():
-            parts[name] = parts.get(name, 0.0) + float(value)
+    where = device().torch_device
+    work = Work(decoder, batches, where, weights=weights, step_tokens=step_tokens, clock=clock, sharding=sharding)
+    if forced is not None:
+        forced.begin_step(step)
+        work.forced = forced
+    if mesh.pp.size == 1:
+        work.run()
+    else:
+        assert mesh.layout is not None
+        run_schedule(work, mesh.layout.schedule)
+    sums = _sum_losses(work.sums, weights, mesh)
+    if forced is not None:
+        forced.end_step()
 
     with clock.phase("optimizer"):
+        optimizer.sum_gradients()
         norm = optimizer.clip(clip)
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            raise _non_finite(decoder, optimizer, batches, weights, step_tokens, step, total, norm)
+        if not (math.isfinite(sums["total"]) and math.isfinite(norm)):
+            raise _non_finite(decoder, optimizer, batches, weights, step_tokens, step, sums["total"], norm)
         optimizer.step(lr)
-        counts = take_counts(decoder.routers())
+        counts = sum_counts(take_counts(decoder.routers()), mesh)
         if bias_update:
             for layer, router in decoder.routers():
                 assert router.select_bias is not None
                 update_select_bias(router.select_bias, counts[str(layer)], bias_update)
 
-    positions = sum(batch.places for batch in batches)
-    return StepResult(cross_entropy / max(1, step_tokens), total, parts, norm, step_tokens, positions, counts)
+    parts = {name: value for name, value in sums.items() if name not in ("nats", "total")}
+    loss = sums["nats"] / max(1, step_tokens)
+    return StepResult(loss, sums["total"], parts, norm, step_tokens, positions, counts)
+
+
+def _totals(numbers: list[int], group: Group) -> list[int]:
+    """Each number summed over the group."""
+    if group.size == 1:
+        return numbers
+    here = torch.tensor(numbers, device=device().torch_device if group.needs_device else None)
+    return [int(number) for number in all_reduce(here, group).tolist()]
+
+
+def _sum_losses(sums: LossSums, weights: LossWeights, mesh: Mesh) -> dict[str, float]:
+    """`nats`, `total` and the auxiliary terms over all ranks. Which terms there are follows from their weights, so that
+    ranks with different layers agree on it."""
+    if mesh.world.size == 1:
+        found = {name: float(value) for name, value in sums.parts.items()}
+        return {"nats": float(sums.nats), "total": float(sums.total)} | found
+    names = [name for name, weight in vars(weights).items() if weight]
+    zero = torch.zeros_like(sums.nats)
+    values = torch.stack([sums.nats, sums.total, *(sums.parts.get(name, zero) for name in names)])
+    return dict(zip(["nats", "total", *names], all_reduce(values, mesh.world).tolist(), strict=True))
+
+
+def run_schedule(work: Work, schedule: str) -> None:
+    """Run a step's micro-batches through the pipeline in the order of `schedule`."""
+    mesh = work.decoder.mesh
+    assert mesh.layout is not None
+    virtual = mesh.layout.virtual_stages
+    actions = pipeline_order(schedule, mesh.pp.rank, mesh.pp.size, virtual, len(work.micros))
+    runners = work.runners(split_backward=splits_backward(actions))
+    run_pipeline(actions, runners, mesh.links, pp_rank=mesh.pp.rank, pp_size=mesh.pp.size)
 
 
 def batch_loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens: int) -> LossParts:
-    """The LossParts of one micro-batch, as its share of a step with `step_tokens` trained tokens."""
-    where = decoder.embed.weight.device
+    """The LossParts of one micro-batch as its share of a step with `step_tokens` trained tokens; no pipeline."""
+    where = device().torch_device
     ids_BS, labels_BS = batch.ids_BS.to(where), batch.labels_BS.to(where)
     positions_BS = None if batch.positions_BS is None else batch.positions_BS.to(where)
     documents_BS = None if batch.documents_BS is None else batch.documents_BS.to(where)
@@ -97,18 +145,52 @@ def batch_loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens
 
 @torch.no_grad()
 def evaluate(decoder: Decoder, batches: Iterable[Batch]) -> dict[str, float]:
-    """Held-out cross-entropy in nats per token, and in bits per byte where the batches know their bytes."""
+    """Held-out cross-entropy in nats per token, and in bits per byte where the batches know their bytes.
+
+    Every rank is given all micro-batches; data-parallel ranks share them out.
+    """
     decoder.eval()
+    mesh = decoder.mesh
     nats, tokens, size = 0.0, 0, 0
+    waiting: list[Batch] = []
+
+    def run() -> float:
+        mine = waiting[mesh.dp.rank] if mesh.dp.rank < len(waiting) else _blank(waiting[0])
+        work = Work(decoder, [mine], device().torch_device, weights=LossWeights(), step_tokens=1)
+        if mesh.pp.size == 1:
+            work.runners(backward=False)[0].forward(0, None)
+        else:
+            actions = [Action("F", 0, index) for index in decoder.stages]
+            runners = work.runners(backward=False)
+            run_pipeline(actions, runners, mesh.links, pp_rank=mesh.pp.rank, pp_size=mesh.pp.size)
+        return float(work.sums.nats)
+
     for batch in batches:
-        nats += float(batch_loss(decoder, batch, LossWeights(), batch.tokens).cross_entropy_sum)
         tokens += batch.tokens
         size += batch.bytes
+        # All ranks of a stage work together, so a data-parallel rank without a batch of its own runs one that counts
+        # nothing; that needs the shape of the others.
+        if waiting and waiting[0].ids_BS.shape != batch.ids_BS.shape:
+            nats += run()
+            waiting.clear()
+        waiting.append(batch)
+        if len(waiting) == mesh.dp.size:
+            nats += run()
+            waiting.clear()
+    if waiting:
+        nats += run()
+    if mesh.world.size > 1:
+        nats = float(all_reduce(mesh.on_device(torch.tensor([nats], dtype=torch.float64)), mesh.world))
     decoder.train()
     found = {"validation_loss": nats / max(1, tokens)}
     if size:
         found["validation_bits_per_byte"] = nats / math.log(2) / size
     return found
+
+
+def _blank(batch: Batch) -> Batch:
+    """A micro-batch of the same shape in which nothing is trained."""
+    return replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORED), tokens=0, bytes=0)
 
 
 def _non_finite(
@@ -121,15 +203,27 @@ def _non_finite(
     total: float,
     norm: float,
 ) -> nonfinite.NonFiniteError:
-    """Runs the step's micro-batches again under watch. Nothing of the failed step has touched the weights yet."""
+    """Runs the step's micro-batches again under watch. Nothing of the failed step has touched the weights yet.
+
+    With several ranks the first parameters without finite gradients are named instead, and where they are.
+    """
+    what = f"the loss is {total}"
+    if math.isfinite(total):
+        what = f"the loss is {total:.4f} but the gradient norm is {norm}"
+    if decoder.mesh.world.size > 1:
+        here = next((name for name, g in optimizer.gradients().items() if not bool(torch.isfinite(g).all())), None)
+        found = [
+            f"`{name}` on rank {rank}"
+            for rank, name in enumerate(gather_objects(here, decoder.mesh.world))
+            if name is not None
+        ]
+        where = f"no gradient is finite of {', '.join(found[:4])}" if found else "all gradients are finite"
+        return nonfinite.NonFiniteError(f"Step {step}: {what}: {where}.")
     optimizer.zero_grad()
     take_counts(decoder.routers())
 
     def loss_of(batch: Batch) -> Tensor:
         return batch_loss(decoder, batch, weights, step_tokens).total
 
-    found = nonfinite.explain(decoder, [partial(loss_of, batch) for batch in batches])
-    what = f"the loss is {total}"
-    if math.isfinite(total):
-        what = f"the loss is {total:.4f} but the gradient norm is {norm}"
-    return nonfinite.NonFiniteError(f"Step {step}: {what}: {found}.")
+    reason = nonfinite.explain(decoder, [partial(loss_of, batch) for batch in batches])
+    return nonfinite.NonFiniteError(f"Step {step}: {what}: {reason}.")

@@ -83,10 +83,14 @@ class TokenDataset:
         """Numbers of the `global_batch` sequences of a step, int64 [global_batch]."""
         return sequences_at(step * self.global_batch, self.global_batch, len(self), self.seed)
 
-    def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step; the last is smaller where the micro-batch does not divide the global batch."""
+    def batches(self, step: int, share: int = 0, shares: int = 1) -> list[Batch]:
+        """The micro-batches of a step; the last is smaller where the micro-batch does not divide the global batch.
+
+        Of `shares` data-parallel ranks, number `share` gets every `shares`-th of them.
+        """
         numbers = self.sequence_numbers(step)
-        return [self.batch(numbers[i : i + self.micro_batch]) for i in range(0, len(numbers), self.micro_batch)]
+        starts = range(0, len(numbers), self.micro_batch)[share::shares]
+        return [self.batch(numbers[i : i + self.micro_batch]) for i in starts]
 
     def once(self, limit: int | None = None) -> Iterator[Batch]:
         """Micro-batches over at most `limit` sequences (all if None), each once, in the same order every time."""

@@ -1,0 +1,209 @@
+"""Weights, gradients and moments spread over the ranks that hold the same piece (FSDP2).
+
+Dense parameters are spread over the data group (dp × cp), experts over edp, each over `replicas` copies of a smaller
+group if asked. Three levels, each with what the one before spreads:
+
+    optimizer     moments and masters; weights are gathered once a step, gradients are summed after the last micro-batch
+    gradients     gradients too: summed and spread after every micro-batch
+    parameters    weights too: gathered before a layer runs, forward and backward, and dropped after it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from moesaic.mesh.cut import Cut
+from moesaic.mesh.device import device
+from moesaic.mesh.group import Group, byte_count
+from moesaic.mesh.mesh import Mesh
+from moesaic.mesh.traffic import count
+from moesaic.model.decoder import Decoder
+from moesaic.model.layer import Layer
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank stores of a parameter: rows `start` to `stop` (along dimension 0) of its piece `cut` of the whole.
+
+    `spread` is the group over which the piece's rows are spread; None where every rank keeps the whole piece.
+    """
+
+    cut: Cut
+    start: int
+    stop: int
+    spread: Group | None = None
+
+
+class Sharding:
+    """FSDP2 around a decoder's layers. `held` says for every parameter what is stored here.
+
+    With level `none`, or where no other rank holds the same pieces, nothing is wrapped.
+    """
+
+    def __init__(self, decoder: Decoder, mesh: Mesh, level: str, replicas: int, dtype: torch.dtype) -> None:
+        self.level = level
+        self._modules: list[tuple[FSDPModule, int | None]] = []
+        self.held: dict[str, Held] = {}
+        self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if dtype != torch.float32:
+            self._policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        self._meshes: dict[int, tuple[DeviceMesh, Group]] = {}
+        self._replicas = replicas
+        self._mesh = mesh
+        groups: dict[str, Group] = {}
+        if level != "none":
+            groups = self._wrap(decoder)
+        for name, cut in decoder.cuts.items():
+            rows = cut.local_shape[0] if cut.shape else 1
+            group = groups.get(name)
+            if group is None:
+                self.held[name] = Held(cut, 0, rows)
+            else:
+                share = -(-rows // group.size)
+                start, stop = min(rows, share * group.rank), min(rows, share * (group.rank + 1))
+                self.held[name] = Held(cut, start, stop, group)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is spread."""
+        return bool(self._modules)
+
+    def begin_backward(self, stage: int, last_of_stage: bool, last: bool) -> None:
+        """Before a backward pass of virtual stage `stage`: whether it is the step's last through that stage, and the
+        last on this rank."""
+        for module, of_stage in self._modules:
+            done = last if of_stage is None else last_of_stage
+            if of_stage not in (None, stage):
+                continue
+            if self.level == "optimizer":
+                module.set_requires_gradient_sync(done, recurse=False)
+            if self.level in ("optimizer", "gradients"):
+                module.set_reshard_after_backward(done, recurse=False)
+
+    def _wrap(self, decoder: Decoder) -> dict[str, Group]:
+        """Wrap layers and the rest; the group over which each wrapped parameter is spread."""
+        spread: dict[str, Group] = {}
+        unspread: set[nn.Parameter] = set()
+        blocks: list[tuple[int, nn.Module, Layer]] = [
+            (stage, decoder.layers[i], decoder.layers[i]) for stage, each in decoder.stages.items() for i in each.layers
+        ]
+        for block in decoder.mtp:
+            layer = block.get_submodule("layer")
+            assert isinstance(layer, Layer)
+            blocks.append((next(stage for stage, each in decoder.stages.items() if each.mtp), block, layer))
+        names = {parameter: name for name, parameter in decoder.named_parameters()}
+        for stage, _, layer in blocks:
+            if layer.moe is None:
+                continue
+            experts = layer.moe.experts
+            edp = self._mesh.expert(layer.moe.router.spec.experts).edp
+            parameters = list(experts.parameters())
+            if edp.size == 1 or edp.size == self._replicas:
+                unspread.update(parameters)
+                continue
+            experts.accumulate_in_place = False
+            group = self._fully_shard(experts, stage, edp, set())
+            spread |= {names[p]: group for p in parameters}
+        data = self._mesh.data
+        if data.size > 1 and data.size != self._replicas:
+            inside = {p for _, _, layer in blocks if layer.moe is not None for p in layer.moe.experts.parameters()}
+            for stage, module, _ in blocks:
+                self._fully_shard(module, stage, data, unspread)
+            # Embedding and head may belong to two of this rank's stages: they wait for the last backward of all.
+            group = self._fully_shard(decoder, None, data, unspread)
+            spread |= {name: group for p, name in names.items() if p not in inside}
+            register_fsdp_forward_method(decoder, "stage_tensors")
+        return spread
+
+    def _fully_shard(self, module: nn.Module, stage: int | None, group: Group, ignored: set[nn.Parameter]) -> Group:
+        mesh, shard_group = self._device_mesh(group)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=self.level == "parameters",
+            mp_policy=self._policy,
+            ignored_params=ignored,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if not group.needs_device:
+            module.set_custom_all_gather(_Gather(shard_group))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(shard_group))  # type: ignore[arg-type]
+        self._modules.append((module, stage))
+        return shard_group
+
+    def _device_mesh(self, group: Group) -> tuple[DeviceMesh, Group]:
+        """The mesh FSDP2 wants over a group, and the group over which parameters are spread."""
+        if id(group) not in self._meshes:
+            kind = device().kind
+            assert group.handle is not None
+            if self._replicas == 1:
+                made = DeviceMesh.from_group(group.handle, kind, mesh_dim_names=(group.name,)), group
+            else:
+                made = _with_replicas(group, self._replicas, kind)
+            self._meshes[id(group)] = made
+        return self._meshes[id(group)]
+
+
+def _with_replicas(group: Group, replicas: int, kind: str) -> tuple[DeviceMesh, Group]:
+    """Neighbours in the group share one copy: consecutive stretches of it are spread over, and copies lie across."""
+    size = group.size // replicas
+    rows = [group.ranks[i * size : (i + 1) * size] for i in range(replicas)]
+    columns = [group.ranks[i::size] for i in range(size)]
+    across = Group.create(f"{group.name} replicas", columns, group.timeout_seconds)
+    shard = Group.create(f"{group.name} shard", rows, group.timeout_seconds)
+    assert across.handle is not None and shard.handle is not None
+    mesh = DeviceMesh.from_group(
+        [across.handle, shard.handle], kind, torch.tensor(rows), mesh_dim_names=("replicas", "shard")
+    )
+    return mesh, shard
+
+
+class _Buffers:
+    """Memory of FSDP2's collectives, and the group whose name they count and fail under."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Buffers):
+    """All-gather by gloo's all-to-all, several times faster than its all-gather."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        n = self.group.size
+        count("all-gather", self.group.name, byte_count(input_tensor) * (n - 1))
+        with self.group.naming("all-gather of parameters"):
+            return dist.all_to_all_single(output_tensor, input_tensor.repeat(n), group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Buffers):
+    """Reduce-scatter by gloo's all-to-all, with sums in rank order."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        n = self.group.size
+        count("reduce-scatter", self.group.name, byte_count(input_tensor) // n * (n - 1))
+        parts = torch.empty_like(input_tensor)
+        with self.group.naming("reduce-scatter of gradients"):
+            dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(n, -1), 0, out=output_tensor.view(-1))
+        return None

@@ -1,0 +1,153 @@
+"""A rank's virtual stages at work on micro-batches: what a pipeline schedule calls, and what a step without one does.
+
+Kept per micro-batch and stage between forward and backward: the input, the output, and this stage's part of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moesaic.model.decoder import Decoder, MicroBatch
+from moesaic.model.deferred import WeightGradients, deferring
+from moesaic.model.forced import Forced
+from moesaic.model.losses import LossWeights
+from moesaic.train.data import Batch
+from moesaic.train.metrics import Stopwatch
+from moesaic.train.sharding import Sharding
+
+
+@dataclass
+class LossSums:
+    """What this rank's losses add up to over the micro-batches so far, as plain tensors on the device."""
+
+    nats: Tensor
+    total: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, nats: Tensor, total: Tensor, parts: dict[str, Tensor]) -> None:
+        """Add one micro-batch of one stage."""
+        self.nats += nats.detach()
+        self.total += total.detach()
+        for name, value in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value.double()
+
+
+class Work:
+    """The micro-batches of one step (or of an evaluation) and a decoder's stages on them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        batches: Sequence[Batch],
+        where: torch.device,
+        *,
+        weights: LossWeights,
+        step_tokens: int,
+        clock: Stopwatch | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
+        self.micros: list[MicroBatch] = [_on_device(decoder, batch, where) for batch in batches]
+        zero = torch.zeros((), dtype=torch.float64, device=where)
+        self.sums = LossSums(zero, zero.clone())
+        self.clock, self.sharding = clock or Stopwatch(), sharding
+        self.where = where
+        self.forced: Forced | None = None
+        self.backwards_left = len(batches) * len(decoder.stages)
+
+    def runners(self, *, backward: bool = True, split_backward: bool = False) -> dict[int, StageWork]:
+        """This rank's stages, for a schedule. `split_backward`: weight gradients are actions of their own."""
+        return {index: StageWork(self, index, backward, split_backward) for index in self.decoder.stages}
+
+    def announce(self, micro: int) -> None:
+        """Tell what chooses experts in the routers' place which tokens come next."""
+        if self.forced is None:
+            return
+        dp, batch = self.decoder.mesh.dp, self.micros[0].sequences.batch
+        self.forced.see((micro * dp.size + dp.rank) * batch, self.micros[micro].sequences)
+
+    def run(self) -> None:
+        """All micro-batches one after the other, where there is no pipeline."""
+        (stage,) = self.runners().values()
+        for number in range(len(self.micros)):
+            stage.forward(number, None)
+            stage.backward(number, None)
+
+
+class StageWork:
+    """One virtual stage; see `schedule.pipeline.StageRunner`."""
+
+    def __init__(self, work: Work, index: int, backward: bool, split_backward: bool) -> None:
+        self._work, self._index = work, index
+        self._keeps, self._splits = backward, split_backward
+        self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
+        self._left: dict[int, WeightGradients] = {}
+        self._backwards_left = len(work.micros)
+
+    def received_shape(self, micro: int) -> tuple[int, ...]:
+        """Shape of what comes from the stage before."""
+        work = self._work
+        places = work.micros[micro].sequences
+        tokens = (places.batch * places.own_length, work.decoder.spec.hidden)
+        carried = work.decoder.carried(self._index, work.weights)
+        return tokens if carried == 1 else (carried, *tokens)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what travels between stages."""
+        return self._work.decoder.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where what travels is."""
+        return self._work.where
+
+    def forward(self, micro: int, x: Tensor | None) -> Tensor | None:
+        """Run one micro-batch through this stage; what goes to the next one."""
+        work = self._work
+        work.announce(micro)
+        queue = WeightGradients() if self._splits else None
+        with work.clock.phase("forward"), torch.set_grad_enabled(self._keeps), deferring(queue):
+            if x is not None and self._keeps:
+                x.requires_grad_()
+            out, total, nats, parts = work.decoder.stage_tensors(
+                self._index, x, work.micros[micro], work.weights, work.step_tokens
+            )
+            if self._keeps:
+                self._open[micro] = (x, out, total)
+            if queue is not None:
+                self._left[micro] = queue
+            work.sums.add(nats, total, parts)
+        return None if out is None else out.detach()
+
+    def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
+        """Gradients of one micro-batch, given that of what was passed on; the gradient of what was received."""
+        work = self._work
+        x, out, total = self._open.pop(micro)
+        work.backwards_left -= 1
+        self._backwards_left -= 1
+        if work.sharding is not None:
+            work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
+        with work.clock.phase("backward"):
+            roots = [(out, grad)] if out is not None else []
+            if total.requires_grad:
+                roots.append((total, None))
+            torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
+        return None if x is None else x.grad
+
+    def weight_gradients(self, micro: int) -> None:
+        """The weight gradients that `backward` left for later."""
+        with self._work.clock.phase("backward"):
+            self._left.pop(micro).run()
+
+
+def _on_device(decoder: Decoder, batch: Batch, where: torch.device) -> MicroBatch:
+    def there(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(where)
+
+    ids_BS, labels_BS = batch.ids_BS.to(where), batch.labels_BS.to(where)
+    return decoder.micro_batch(ids_BS, labels_BS, there(batch.positions_BS), there(batch.documents_BS))
