@@ -103,7 +103,7 @@ def links(pp: int) -> Links:
                 pairs = [(start, (start + 1) % pp) for start in range(parity, pp, 2)]
                 here, there = next(pair for pair in pairs if me in pair)
                 name = f"pp {direction} {here}-{there}"
-                group = Group.create(name, [tuple(sorted(pair)) for pair in pairs], 60.0)
+                group = Group.create(name, [tuple(sorted(pair)) for pair in pairs], 60.0, channel=name)
                 sends = me == (here if direction == "forward" else there)
                 found[f"{direction}_{'out' if sends else 'in'}"] = group
         _links[pp] = Links(**found)
