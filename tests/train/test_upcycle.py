@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.meshes import layouts_by_share, mesh_of
 
+from moesaic.hf import export_decoder
+from moesaic.mesh.cut import Cut
 from moesaic.model.decoder import Decoder
 from moesaic.spec.errors import MoesaicError
 from moesaic.spec.families import load_model_spec
 from moesaic.train import loop
 from moesaic.train.checkpoint import save_model_checkpoint
-from moesaic.train.upcycle import upcycle
+from moesaic.train.upcycle import load_dense, upcycle
 
 SIZES = {
     "vocab_size": 257,
@@ -152,3 +155,34 @@ def test_a_run_starts_from_an_imported_model(make_run, console, tmp_path):
     save_model_checkpoint(source, source.spec, tmp_path / "imported")
     sets = ["model.init='upcycle'", f"model.upcycle_from='{tmp_path / 'imported'}'", "train.steps=1"]
     assert loop.train(make_run("from_imported", *sets, "train.warmup_steps=0", model=MIXTRAL), console=console) == 0
+
+
+@pytest.mark.parametrize("sparse", [QWEN, RESIDUAL], ids=["qwen", "residual"])
+def test_every_rank_of_a_layout_gets_its_share(sparse, tmp_path):
+    """Of the dense weights, read one by one from a checkpoint, and of the noise: what one process has."""
+    dense, heads = (DENSE_QK if sparse is QWEN else NATIVE), {"num_key_value_heads": 2}
+    source, whole = made(dense | heads, 1), made(sparse | heads, 2)
+    save_model_checkpoint(source, source.spec, tmp_path / "step-1")
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    upcycle(source, whole, noise=0.1, seed=3)
+    after = whole.state_dict()
+    layouts = list(layouts_by_share(whole.spec, 4))
+    assert len(layouts) > 4
+    for layout, ranks in layouts:
+        for rank in ranks:
+            share = Decoder(whole.spec, mesh=mesh_of(layout, rank))
+            cuts = {name: share.cuts.get(name, Cut(tuple(tensor.shape))) for name, tensor in before.items()}
+            for name, tensor in share.state_dict().items():
+                tensor.copy_(cuts[name].take(before[name]))
+            upcycle(load_dense(tmp_path / "step-1"), share, noise=0.1, seed=3)
+            for name, tensor in share.state_dict().items():
+                assert torch.equal(tensor, cuts[name].take(after[name])), f"{name} of rank {rank} of {layout}"
+
+
+def test_a_hugging_face_folder_gives_the_dense_weights(tmp_path):
+    source = made(DENSE, 1)
+    export_decoder(source, tmp_path / "hf")
+    targets = made(MIXTRAL, 2), made(MIXTRAL, 2)
+    assert upcycle(load_dense(tmp_path / "hf"), targets[0]) == upcycle(source, targets[1])
+    first, second = (target.state_dict() for target in targets)
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -5,7 +5,7 @@ does whole models.
 """
 
 from moesaic.hf.errors import WeightsError
-from moesaic.hf.export import Exported, export_tensors
+from moesaic.hf.export import Exported, Source, export_tensors
 from moesaic.hf.folder import export_decoder, import_weights, load_decoder
 from moesaic.hf.load import Imported, import_tensors
 from moesaic.hf.mapping import rules
@@ -13,6 +13,7 @@ from moesaic.hf.mapping import rules
 __all__ = [
     "Exported",
     "Imported",
+    "Source",
     "WeightsError",
     "export_decoder",
     "export_tensors",

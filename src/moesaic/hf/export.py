@@ -40,6 +40,21 @@ SIDE_FILES = (
 _SIDE_PATTERNS = ("*.tiktoken", "tiktoken.model")
 
 
+@dataclass(frozen=True)
+class Source:
+    """Tensors that are read when they are needed, each for as long as it is needed."""
+
+    outlines: Mapping[str, Tensor]
+    """Shape and dtype of each tensor by name, on the meta device."""
+    read: Callable[[str], Tensor]
+    """The whole tensor of that name."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Source:
+        """Tensors that are in memory."""
+        return cls(tensors, tensors.__getitem__)
+
+
 @dataclass
 class Exported:
     """What an export wrote."""
@@ -62,7 +77,7 @@ def side_files(source: Path) -> dict[str, Path]:
 
 def export_tensors(
     spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | Source,
     folder: Path,
     *,
     family: str | None = None,
@@ -74,7 +89,8 @@ def export_tensors(
 ) -> Exported:
     """Writes `tensors` (our names) as a Hugging Face folder: config.json, safetensors, and the source's side files.
 
-    The folder appears whole or not at all: it is written beside its place and renamed.
+    The folder appears whole or not at all: it is written beside its place and renamed. Of a `Source` one tensor is
+    held at a time, and each is read once.
 
     Args:
         family: whose format; the spec's own by default, `moesaic` for our names verbatim.
@@ -86,12 +102,13 @@ def export_tensors(
         WeightsError: the folder exists and is not empty, a tensor is missing or has no place in the format, or the
             disk is full; nothing is left behind.
     """
-    dtype = dtype or tensors["embed.weight"].dtype
+    source = tensors if isinstance(tensors, Source) else Source.of(tensors)
     result = Exported(folder)
     if (family or spec.family) == OWN_FAMILY:
-        spec = _with_added_biases(spec, tensors)
+        spec = _with_added_biases(spec, source.outlines)
     wanted = rules(spec, family)
-    _check_tensors(spec, wanted, tensors)
+    _check_tensors(spec, wanted, source)
+    dtype = dtype or source.outlines["embed.weight"].dtype
     plan, pieces = _plan(wanted, dtype, max_shard_bytes)
     if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists and is not empty; choose another folder or allow overwriting.")
@@ -101,6 +118,8 @@ def export_tensors(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
+    held: str | None = None
+    tensor: Tensor | None = None
     try:
         partial.mkdir()
         for file_name, shard in plan.shards:
@@ -108,7 +127,11 @@ def export_tensors(
                 write_header(file, shard)
                 for planned in shard:
                     name, piece = pieces[planned.name]
-                    write_tensor(file, piece.view(tensors[name]), planned.dtype)
+                    if name != held:
+                        tensor = None  # the last one goes before the next one comes
+                        held, tensor = name, source.read(name)
+                    assert tensor is not None
+                    write_tensor(file, piece.view(tensor), planned.dtype)
                     result.tensors += 1
                     result.bytes += planned.bytes
                     if progress is not None:
@@ -158,7 +181,8 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_tensors(spec: ModelSpec, wanted: list[Rule], tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(spec: ModelSpec, wanted: list[Rule], source: Source) -> None:
+    tensors = source.outlines
     names = {rule.name for rule in wanted}
     for rule in wanted:
         if rule.name not in tensors:
@@ -168,7 +192,7 @@ def _check_tensors(spec: ModelSpec, wanted: list[Rule], tensors: Mapping[str, Te
                 f"{rule.name} has shape {list(tensors[rule.name].shape)}, and {spec.name} asks for {list(rule.shape)}."
             )
     extra = sorted(set(tensors) - names)
-    harmless = [name for name in extra if name.endswith("select_bias") and not tensors[name].any()]
+    harmless = [name for name in extra if name.endswith("select_bias") and not source.read(name).any()]
     refused = [name for name in extra if name not in harmless]
     if refused:
         raise WeightsError(

@@ -26,13 +26,14 @@ INIT_SEED = 0
 def import_weights(folder: str | Path, decoder: Decoder, progress: Progress | None = None) -> Imported:
     """Fills `decoder` from a Hugging Face checkpoint, converting to the decoder's dtypes.
 
-    Tensors stream from the files into the parameters, so memory stays near the model's own size. Parameters that the
-    checkpoint does not hold are named in the result and left as they are.
+    Tensors stream from the files into the parameters, so memory stays near the model's own size. A decoder that is
+    this rank's share of a model reads its share: the experts it holds, the rows it holds; no rank waits for another.
+    Parameters that the checkpoint does not hold are named in the result and left as they are.
 
     Raises:
         WeightsError: a checkpoint that is damaged or of another model; the decoder is unchanged then.
     """
-    return load.import_tensors(Path(folder), decoder.spec, decoder.state_dict(), progress)
+    return load.import_tensors(Path(folder), decoder.spec, decoder.state_dict(), progress, decoder.cuts)
 
 
 def load_decoder(
@@ -90,7 +91,7 @@ def export_decoder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes `decoder` as a Hugging Face folder; see `export.export_tensors` for the arguments and errors."""
+    """Writes a whole `decoder` as a Hugging Face folder; see `export.export_tensors` for the arguments and errors."""
     return export.export_tensors(
         decoder.spec,
         decoder.state_dict(),

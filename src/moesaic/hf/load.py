@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moesaic.hf.blocks import Block, blocks_of, whole_block
 from moesaic.hf.errors import WeightsError
-from moesaic.hf.layout import Layout, Rule
+from moesaic.hf.layout import Layout, Piece, Rule
 from moesaic.hf.mapping import OWN_FAMILY, rules
 from moesaic.hf.naming import NAMINGS
 from moesaic.hf.quantized import (
@@ -26,6 +28,7 @@ from moesaic.hf.quantized import (
     read_mxfp4_into,
 )
 from moesaic.hf.safetensors_io import Weights
+from moesaic.mesh.cut import Cut
 from moesaic.spec.errors import nearest
 from moesaic.spec.model import ModelSpec
 
@@ -43,8 +46,9 @@ class Imported:
     """What an import did."""
 
     tensors: int = 0
-    """Tensors read from disk."""
+    """Tensors read from disk, in whole or in part."""
     bytes: int = 0
+    """Their size on disk, or that of the parts that were wanted."""
     notes: list[str] = field(default_factory=list)
     """Sentences about everything that was not read or not filled."""
     left: list[str] = field(default_factory=list)
@@ -84,29 +88,100 @@ class Plan:
     block: tuple[int, int]
     report: Imported
 
-    def fill(self, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> Imported:
+    def fill(
+        self,
+        tensors: Mapping[str, Tensor],
+        progress: Progress | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> Imported:
         """Copies the weights into `tensors`: our names to preallocated tensors of any dtype.
+
+        Args:
+            tensors: all of the model's, or with `cuts` those that this rank holds.
+            cuts: which piece of the whole each tensor is; tensors that are not named here are whole. Of a tensor on
+                disk no more is read than the piece needs, to the next megabyte.
 
         Raises:
             WeightsError: `tensors` are not those of the checkpoint's model; none has been touched then.
         """
-        _check_targets(self.spec, tensors, self.todo, self.report)
-        weights, report = self.weights, self.report
-        total = sum(weights.entry(self.keys[piece.key]).bytes for _, layout in self.todo for piece in layout)
-        for rule, layout in self.todo:
-            for piece in layout:
-                key, view = self.keys[piece.key], piece.view(tensors[rule.name])
-                if piece.mxfp4:
-                    read_mxfp4_into(weights, key, view)
-                elif is_fp8(weights, key):
-                    read_fp8_into(weights, key, view, self.block)
-                else:
-                    weights.read_into(key, view)
-                report.tensors += 1
-                report.bytes += weights.entry(key).bytes
-                if progress is not None:
-                    progress(report.bytes, total)
+        held = {name: (cuts or {}).get(name, Cut(tuple(tensor.shape))) for name, tensor in tensors.items()}
+        report = Imported(notes=[*self.report.notes], left=[*self.report.left])
+        _check_targets(self.spec, tensors, held, self.todo, report, partial=cuts is not None)
+        reads = [
+            read
+            for rule, layout in self.todo
+            if rule.name in held
+            for read in _reads(rule, layout, tensors[rule.name], held[rule.name])
+        ]
+        sizes = [self._wanted_bytes(read) for read in reads]
+        total = sum(sizes)
+        for read, size in zip(reads, sizes, strict=True):
+            self._fill_one(read)
+            report.tensors += 1
+            report.bytes += size
+            if progress is not None:
+                progress(report.bytes, total)
         return report
+
+    @property
+    def names(self) -> set[str]:
+        """Our names of the tensors that the checkpoint holds."""
+        return {rule.name for rule, _ in self.todo}
+
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A whole tensor of the model by our name.
+
+        Raises:
+            WeightsError: the checkpoint does not hold it.
+        """
+        rule = next((rule for rule, _ in self.todo if rule.name == name), None)
+        if rule is None:
+            raise WeightsError(f"{self.weights.folder} does not fill {name}.")
+        tensor = torch.empty(rule.shape, dtype=dtype)
+        self.fill({name: tensor}, cuts={})
+        return tensor
+
+    def _wanted_bytes(self, read: _Read) -> int:
+        """The share of a disk tensor that is wanted."""
+        wanted = sum(block.target.numel() for block in read.blocks)
+        return self.weights.entry(self.keys[read.piece.key]).bytes * wanted // max(1, prod(read.shape))
+
+    def _fill_one(self, read: _Read) -> None:
+        key = self.keys[read.piece.key]
+        if read.piece.mxfp4:
+            read_mxfp4_into(self.weights, key, read.shape, read.blocks)
+        elif is_fp8(self.weights, key):
+            read_fp8_into(self.weights, key, read.blocks, self.block)
+        elif read.whole is not None:
+            self.weights.read_into(key, read.whole)
+        else:
+            self.weights.read_blocks(key, read.shape, read.blocks)
+
+
+@dataclass
+class _Read:
+    """What is wanted of one tensor on disk."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+    """Of the piece's view of ours: the disk tensor with the axes that a rule keeps apart."""
+    blocks: list[Block]
+    whole: Tensor | None = None
+    """The view to fill where everything is wanted."""
+
+
+def _reads(rule: Rule, layout: Layout, tensor: Tensor, cut: Cut) -> Iterator[_Read]:
+    """What is wanted of the tensors of a layout, by one that holds `cut` of ours."""
+    if cut.is_whole:
+        for piece in layout:
+            view = piece.view(tensor)
+            yield _Read(piece, tuple(view.shape), [whole_block(view)], view)
+        return
+    boxes = cut.boxes()
+    for piece in layout:
+        shape, blocks = blocks_of(piece, rule.shape, tensor, boxes)
+        if blocks:
+            yield _Read(piece, shape, blocks)
 
 
 def plan_import(folder: Path, spec: ModelSpec) -> Plan:
@@ -128,10 +203,14 @@ def plan_import(folder: Path, spec: ModelSpec) -> Plan:
 
 
 def import_tensors(
-    folder: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], progress: Progress | None = None
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    progress: Progress | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> Imported:
     """Fills `tensors` from the checkpoint in `folder`: `plan_import`, then `Plan.fill`, with the errors of both."""
-    return plan_import(folder, spec).fill(tensors, progress)
+    return plan_import(folder, spec).fill(tensors, progress, cuts)
 
 
 def _text_keys(weights: Weights, report: Imported) -> dict[str, str]:
@@ -176,19 +255,33 @@ def _choose_layouts(
 
 
 def _check_targets(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], todo: list[tuple[Rule, Layout]], report: Imported
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    cuts: Mapping[str, Cut],
+    todo: list[tuple[Rule, Layout]],
+    report: Imported,
+    *,
+    partial: bool,
 ) -> None:
-    """The model's tensors and the rules' must be the same, but for selection biases that training adds."""
+    """The model's tensors and the rules' must be the same, but for selection biases that training adds, and for those
+    that a rank with a part of the model does not hold."""
     for rule, _ in todo:
-        if rule.name in tensors and tuple(tensors[rule.name].shape) != rule.shape:
+        if rule.name in tensors and cuts[rule.name].shape != rule.shape:
             raise WeightsError(
-                f"{rule.name} of the model has shape {list(tensors[rule.name].shape)}, and the checkpoint's config "
-                f"asks for {list(rule.shape)}."
+                f"{rule.name} of the model has shape {list(cuts[rule.name].shape)}, and the checkpoint's config asks "
+                f"for {list(rule.shape)}."
+            )
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != cuts[name].local_shape:
+            raise WeightsError(
+                f"{name} has shape {list(tensor.shape)} here, and its cut of {list(cuts[name].shape)} has "
+                f"{list(cuts[name].local_shape)}."
             )
     named = {rule.name for rule, _ in todo} | set(report.left)
     unknown = sorted(named - set(tensors))
-    if unknown:
+    if unknown and not partial:
         raise WeightsError(f"{spec.name} has no {_listed(unknown, 'tensor')} to fill; is it the model of this config?")
+    report.left = [name for name in report.left if name in tensors]
     extra = sorted(set(tensors) - named)
     added = [name for name in extra if name.endswith(".select_bias")]
     if len(added) < len(extra):

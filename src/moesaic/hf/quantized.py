@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from moesaic.hf.blocks import Block
 from moesaic.hf.errors import WeightsError
 from moesaic.hf.safetensors_io import Weights
 
@@ -61,30 +62,41 @@ def check_scales(weights: Weights, key: str, block: tuple[int, int]) -> None:
         )
 
 
-def read_fp8_into(weights: Weights, key: str, view: Tensor, block: tuple[int, int]) -> None:
-    """Copies value · scale of its block into `view` [rows, columns] (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
-    values, scales = weights.read(key), weights.read(key + SCALE_SUFFIX).float()
+def read_fp8_into(weights: Weights, key: str, blocks: Sequence[Block], block: tuple[int, int]) -> None:
+    """Copies value · scale of its block into parts of [rows, columns] (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
+    scales = weights.read(key + SCALE_SUFFIX).float()
+    rows, columns = weights.entry(key).shape
     for i, row_scales in enumerate(scales):
-        rows = slice(i * block[0], (i + 1) * block[0])
-        widened = row_scales.repeat_interleave(block[1])[: values.shape[1]]
-        view[rows].copy_(values[rows].float() * widened)
+        top, bottom = i * block[0], min((i + 1) * block[0], rows)
+        active = [part for each in blocks if (part := each.inside(top, bottom)) is not None]
+        if not active:
+            continue
+        start, stop = min(part.ranges[0][0] for part in active), max(part.ranges[0][1] for part in active)
+        widened = row_scales.repeat_interleave(block[1])[:columns]
+        values = weights.read_rows(key, start, stop).float() * widened
+        for part in active:
+            (first, last), across = part.ranges[0], part.slices[1]
+            part.target.copy_(values[first - start : last - start, across])
 
 
 def _mxfp4_scales(key: str) -> str:
     return key.removesuffix(MXFP4_SUFFIXES[0]) + MXFP4_SUFFIXES[1]
 
 
-def read_mxfp4_into(weights: Weights, key: str, view: Tensor) -> None:
-    """Copies packed four-bit numbers into `view` [E, …], expert by expert.
+def read_mxfp4_into(weights: Weights, key: str, shape: tuple[int, ...], blocks: Sequence[Block]) -> None:
+    """Copies packed four-bit numbers into parts of `shape` [E, …], expert by expert.
 
     Block [..., 16] bytes hold 32 numbers, the low half of each byte first: sign, then an index into 0, ½, 1, 1½, 2, 3,
     4, 6; each block is multiplied by 2^(scale − 127) (OCP Microscaling Formats 1.0, section 5.3).
     """
-    scales = weights.read(_mxfp4_scales(key))
     table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    for expert in range(scales.shape[0]):
+    for expert in range(shape[0]):
+        active = [part for each in blocks if (part := each.inside(expert, expert + 1)) is not None]
+        if not active:
+            continue
         packed = weights.read_entry(key, expert)
         pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-        exponents = scales[expert].to(torch.int32) - 127
-        values = torch.ldexp(table[pairs.int()], exponents.unsqueeze(-1))
-        view[expert].copy_(values.view(view[expert].shape))
+        exponents = weights.read_entry(_mxfp4_scales(key), expert).to(torch.int32) - 127
+        values = torch.ldexp(table[pairs.int()], exponents.unsqueeze(-1)).view(shape[1:])
+        for part in active:
+            part.target[0].copy_(values[part.slices[1:]])

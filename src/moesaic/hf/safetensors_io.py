@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from moesaic.hf.blocks import Block
 from moesaic.hf.errors import WeightsError
 from moesaic.spec.errors import nearest
 
@@ -27,6 +29,9 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 BUFFER_BYTES = 32 << 20
 """Size of the buffer through which tensors pass that need a conversion."""
+SKIPPED_BYTES = 1 << 20
+"""Entries of at least this size are read in part where a part is wanted; smaller ones are read whole, since seeking
+costs more than reading them."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -186,16 +191,62 @@ class Weights:
         _read_bytes(entry, name, entry.start + index * (entry.bytes // entry.shape[0]), out)
         return out
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Entries start … stop − 1 of the first axis, in the dtype on disk."""
+        entry = self.entry(name)
+        out = torch.empty((stop - start, *entry.shape[1:]), dtype=entry.dtype)
+        _read_bytes(entry, name, entry.start + start * (entry.bytes // entry.shape[0]), out)
+        return out
+
+    def read_blocks(self, name: str, shape: tuple[int, ...], blocks: Sequence[Block]) -> None:
+        """Copies blocks of a tensor, seen in `shape`, to their targets. Nothing is read twice."""
+        entry = self.entry(name)
+        _read_blocks(Entry(entry.path, entry.dtype, shape, entry.start), name, blocks)
+
     def read_into(self, name: str, view: Tensor) -> None:
         """Copies a tensor into `view`, which has the same elements in the same order but any strides and dtype."""
         entry = self.entry(name)
-        if entry.dtype == view.dtype and view.is_contiguous() and view.device.type == "cpu":
+        if _takes_bytes(entry, view):
             _read_bytes(entry, name, entry.start, view)
             return
         for start, part in _chunks(entry, view):
             buffer = torch.empty(part.shape, dtype=entry.dtype)
             _read_bytes(entry, name, start, buffer)
             part.copy_(buffer)
+
+
+def _read_blocks(entry: Entry, name: str, blocks: Sequence[Block]) -> None:
+    """Goes along the first axis from one edge of a block to the next. Entries of which all is wanted, and small ones,
+    pass through a buffer together; of large ones the wanted part is read entry by entry."""
+    tail = entry.shape[1:]
+    row = prod(tail) * entry.dtype.itemsize
+    edges = sorted({edge for block in blocks for edge in block.ranges[0]})
+    for start, stop in pairwise(edges):
+        active = [part for block in blocks if (part := block.inside(start, stop)) is not None]
+        if not active:
+            continue
+        whole = all(edge == (0, size) for block in active for edge, size in zip(block.ranges[1:], tail, strict=True))
+        if whole and len(active) == 1 and _takes_bytes(entry, active[0].target):
+            _read_bytes(entry, name, entry.start + start * row, active[0].target)
+        elif tail and (row > BUFFER_BYTES or (not whole and row >= SKIPPED_BYTES)):
+            for i in range(start, stop):
+                inner = Entry(entry.path, entry.dtype, tail, entry.start + i * row)
+                _read_blocks(inner, name, [block.entry(i) for block in active])
+        else:
+            step = max(1, BUFFER_BYTES // max(1, row))
+            for first in range(start, stop, step):
+                last = min(stop, first + step)
+                buffer = torch.empty((last - first, *tail), dtype=entry.dtype)
+                _read_bytes(entry, name, entry.start + first * row, buffer)
+                for block in active:
+                    part = block.inside(first, last)
+                    assert part is not None
+                    part.target.copy_(buffer[(slice(None), *part.slices[1:])])
+
+
+def _takes_bytes(entry: Entry, target: Tensor) -> bool:
+    """Whether the bytes on disk are those of the target."""
+    return entry.dtype == target.dtype and target.is_contiguous() and target.device.type == "cpu"
 
 
 def _chunks(entry: Entry, view: Tensor) -> Iterator[tuple[int, Tensor]]:

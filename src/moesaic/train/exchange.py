@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from moesaic.hf import Exported, WeightsError, export_decoder, load_decoder
+from moesaic.hf import Exported, Source, WeightsError, export_tensors, load_decoder
 from moesaic.hf.export import SHARD_BYTES, side_files
 from moesaic.hf.load import Progress
-from moesaic.train.checkpoint import find, load_model_checkpoint, save_model_checkpoint, tokenizer_folder
+from moesaic.train.checkpoint import find, save_model_checkpoint, tokenizer_folder
+from moesaic.train.stored import StoredModel
 
 SIDE_FOLDER = "tokenizer"
 """Folder of an imported checkpoint that keeps the source's tokenizer and generation files."""
@@ -72,6 +73,9 @@ def export_checkpoint(
 ) -> Exported:
     """Writes a checkpoint (a `step-N` folder, or the newest of a run) as a Hugging Face folder.
 
+    Whichever ranks wrote it, weights go from file to file one by one: memory holds at most the largest twice. Weights
+    that a bf16 run keeps in fp32 are rounded to bf16 unless `dtype` is wider.
+
     The tokenizer's files come from `tokenizer`, else from where the checkpoint was imported or trained.
 
     Raises:
@@ -81,13 +85,13 @@ def export_checkpoint(
     if tokenizer is not None and not side_files(tokenizer):
         raise WeightsError(f"{tokenizer} holds no tokenizer files; give a tokenizer.json or its folder.")
     path = find(checkpoint)
-    # A run in bf16 keeps its weights in fp32, and the wider types should get those.
-    decoder = load_model_checkpoint(path, {"fp32": torch.float32, "fp16": torch.float32}.get(dtype or ""))
-    return export_decoder(
-        decoder,
+    model = StoredModel(path)
+    return export_tensors(
+        model.spec,
+        Source(model.outlines, model.read),
         out,
         family=family,
-        dtype=_DTYPES[dtype] if dtype else None,
+        dtype=_DTYPES[dtype or model.dtype],
         max_shard_bytes=max_shard_bytes,
         side_from=tokenizer or _tokenizer_of(path),
         overwrite=overwrite,

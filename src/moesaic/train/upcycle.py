@@ -6,84 +6,124 @@ Where the weights of a token's experts sum to one, the new model computes what t
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moesaic.mesh.cut import Cut
 from moesaic.model.decoder import Decoder
 from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import MlpSpec, ModelSpec, MoeSpec
-from moesaic.train.checkpoint import difference, load_model_checkpoint
+from moesaic.train.checkpoint import difference, find
+from moesaic.train.stored import StoredModel
 
 
 class UpcycleError(MoesaicError):
     """A dense model that this mixture of experts cannot be made from."""
 
 
-def load_dense(folder: str | Path) -> Decoder:
-    """The dense model in a Hugging Face folder or in one of our checkpoints."""
+@dataclass(frozen=True)
+class DenseModel:
+    """A model whose weights are read one by one, so that a rank with a share of the target needs no room for it."""
+
+    spec: ModelSpec
+    names: Collection[str]
+    read: Callable[[str], Tensor]
+    """The whole weight of that name."""
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> DenseModel:
+        """A whole model in memory."""
+        state = decoder.state_dict()
+        return cls(decoder.spec, state.keys(), state.__getitem__)
+
+
+def load_dense(folder: str | Path) -> DenseModel:
+    """The dense model in a Hugging Face folder or in one of our checkpoints. Raises MoesaicError if there is none."""
     folder = Path(folder)
     if (folder / "config.json").exists():
-        from moesaic.hf import load_decoder
+        from moesaic.hf.load import plan_import
+        from moesaic.spec.families import load_model_spec
 
-        return load_decoder(folder, torch.float32)
-    return load_model_checkpoint(folder, torch.float32)
+        plan = plan_import(folder, load_model_spec(folder))
+        return DenseModel(plan.spec, plan.names, plan.read, plan.report.notes)
+    stored = StoredModel(find(folder))
+    return DenseModel(stored.spec, stored.outlines.keys(), stored.read)
 
 
 @torch.no_grad()
-def upcycle(dense: Decoder, target: Decoder, noise: float = 0.0, seed: int = 0) -> list[str]:
-    """Overwrite the weights of `target` with those of `dense`. Routers keep the weights they have.
+def upcycle(dense: Decoder | DenseModel, target: Decoder, noise: float = 0.0, seed: int = 0) -> list[str]:
+    """Overwrite the weights of `target`, or of a rank's share of it, with those of `dense`. Routers keep the weights
+    they have.
 
     `noise` adds Gaussian noise of that many standard deviations of each expert tensor, different for every expert, so
-    that equal experts can part. Returns sentences on where the result differs from the dense model. Raises UpcycleError
-    when the two models do not fit, with the numbers.
+    that equal experts can part; each expert draws its own from `seed`, whatever the layout. Returns sentences on where
+    the result differs from the dense model. Raises UpcycleError when the two models do not fit, with the numbers.
     """
+    if isinstance(dense, Decoder):
+        dense = DenseModel.of(dense)
     _check(dense.spec, target.spec)
-    generator = torch.Generator().manual_seed(seed)
-    source = dict(dense.state_dict())
-    if dense.spec.tied_embeddings:
-        source["head.weight"] = source["embed.weight"]
-    notes = _differences(dense.spec, target.spec)
+    notes = [*dense.notes, *_differences(dense.spec, target.spec)]
     for name, tensor in target.state_dict().items():
-        if name in source:
-            _copy(name, source[name], tensor)
-    for i, layer in enumerate(target.spec.layers):
-        if layer.moe is not None:
-            mlp = {k.removeprefix(f"layers.{i}.mlp."): v for k, v in source.items() if k.startswith(f"layers.{i}.mlp.")}
-            experts = {
-                name.removeprefix(f"layers.{i}.moe."): tensor
-                for name, tensor in target.state_dict().items()
-                if name.startswith(f"layers.{i}.moe.")
-            }
-            _fill_experts(i, layer.moe, mlp, experts, noise, generator)
-            notes += [note for note in _notes(layer.moe) if note not in notes]
+        cut = target.cuts.get(name, Cut(tuple(tensor.shape)))
+        layer = _layer_of(name)
+        moe = None if layer is None else target.spec.layers[layer].moe
+        source = "embed.weight" if name == "head.weight" and dense.spec.tied_embeddings else name
+        if source in dense.names:
+            _copy(name, dense.read(source), tensor, cut)
+        elif moe is not None:
+            _fill_part(name, moe, dense, tensor, cut, noise, seed)
+    for layer_spec in target.spec.layers:
+        if layer_spec.moe is not None:
+            notes += [note for note in _notes(layer_spec.moe) if note not in notes]
     if target.spec.mtp:
         notes.append("The multi-token prediction blocks start from random weights.")
     return notes
 
 
-def _fill_experts(
-    i: int, moe: MoeSpec, mlp: dict[str, Tensor], experts: dict[str, Tensor], noise: float, generator: torch.Generator
-) -> None:
+def _layer_of(name: str) -> int | None:
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else None
+
+
+def _fill_part(name: str, moe: MoeSpec, dense: DenseModel, tensor: Tensor, cut: Cut, noise: float, seed: int) -> None:
+    """Fill a weight of a mixture that the dense model has no equal of, if it comes from its MLP."""
+    layer, _, part = name.partition(".moe.")
+    if part.startswith("experts."):
+        _fill_experts(name, _expert(name, moe, dense), tensor, cut, noise, seed)
+    elif part.startswith("shared.") and _mixes_copies(moe):
+        _copy(name, dense.read(f"{layer}.mlp.{part.removeprefix('shared.')}"), tensor, cut)
+    elif part.startswith("shared.down"):
+        tensor.zero_()
+
+
+def _expert(name: str, moe: MoeSpec, dense: DenseModel) -> Tensor:
+    """What every expert of the stack `name` starts as."""
+    layer, _, part = name.partition(".moe.experts.")
+    kind = part.removesuffix("_bias")
+    key = kind + (".bias" if part.endswith("_bias") else ".weight")
+    if f"{layer}.mlp.{key}" not in dense.names:
+        raise UpcycleError(f"{name} has no counterpart in the dense model, which has no {key}.")
     # A router that scales its normalised weights by s makes s times the MLP; experts made 1/s as large undo that.
-    shrink = moe.router.scale if _sums_to_one(moe) else 1.0
-    for name, tensor in experts.items():
-        if name.startswith("experts."):
-            part = name.removeprefix("experts.").removesuffix("_bias")
-            key = part + (".bias" if name.endswith("_bias") else ".weight")
-            if key not in mlp:
-                raise UpcycleError(f"layers.{i}.moe.{name} has no counterpart in the dense model, which has no {key}.")
-            copy = mlp[key].float() / (shrink if part == "down" else 1.0)
-            for expert in tensor:
-                _copy(f"layers.{i}.moe.{name}", copy, expert)
-                if noise:
-                    drawn = torch.randn(copy.shape, generator=generator) * (noise * float(copy.std()))
-                    expert.add_(drawn.to(expert))
-        elif name.startswith("shared.") and _mixes_copies(moe):
-            _copy(f"layers.{i}.moe.{name}", mlp[name.removeprefix("shared.")], tensor)
-        elif name.startswith("shared.down"):
-            tensor.zero_()
+    shrink = moe.router.scale if kind == "down" and _sums_to_one(moe) else 1.0
+    return dense.read(f"{layer}.mlp.{key}").float() / shrink
+
+
+def _fill_experts(name: str, copy: Tensor, tensor: Tensor, cut: Cut, noise: float, seed: int) -> None:
+    each = Cut(cut.shape[1:], tuple(replace(piece, dim=piece.dim - 1) for piece in cut.pieces if piece.dim > 0))
+    deviation = noise * float(copy.std())
+    for number, expert in enumerate(tensor, cut.start(0)):
+        _copy(name, copy, expert, each)
+        if noise:
+            # A generator for each expert, so that a rank draws for those it holds and no others.
+            digest = hashlib.sha256(f"{seed}/upcycle/{name}/{number}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            expert.add_(each.take(torch.randn(copy.shape, generator=generator) * deviation).to(expert))
 
 
 def _sums_to_one(moe: MoeSpec) -> bool:
@@ -157,10 +197,11 @@ def _mlp_difference(mlp: MlpSpec, expert: MlpSpec) -> str | None:
     return None
 
 
-def _copy(name: str, source: Tensor, target: Tensor) -> None:
-    if source.shape != target.shape:
+def _copy(name: str, source: Tensor, target: Tensor, cut: Cut) -> None:
+    """Copies this rank's piece of `source`."""
+    if tuple(source.shape) != cut.shape:
         raise UpcycleError(
-            f"{name} is {list(source.shape)} in the dense model and {list(target.shape)} in the target; "
+            f"{name} is {list(source.shape)} in the dense model and {list(cut.shape)} in the target; "
             "hidden size, heads and vocabulary must be equal."
         )
-    target.copy_(source)
+    target.copy_(cut.take(source))
