@@ -61,18 +61,20 @@ class Group:
         channel: str = "",
         backend: str | None = None,
     ) -> Group:
-        """The group of `partition` that this process is in. Every rank of those lists must call this, in one order.
+        """The group of `partition`, disjoint lists of ranks, that this process is in, or this process alone.
 
-        Only members take part in the creation, so the cost of many groups does not grow with the world. Groups of the
-        same ranks share a connection, unless their `channel` differs: what must never wait for another group's traffic
-        has a channel of its own. `backend` is that of the default group unless given.
+        Every rank must call this, in one order, but only members of a list take part in making its connection, so the
+        cost does not grow with the world. Equal partitions share connections, unless their `channel` differs: what must
+        never wait for another group's traffic has a channel of its own. `backend` is that of the default group unless
+        given.
         """
         me = dist.get_rank()
         mine = next((ranks for ranks in partition if me in ranks), (me,))
-        if len(mine) == 1:
+        if all(len(ranks) == 1 for ranks in partition):
             return cls.single(name, me)
-        key = (mine, channel, timeout_seconds)
+        key = (tuple(partition), channel, timeout_seconds)
         if key not in _connections:
+            # torch names a group by its ranks and by how many this process has made, so all make equally many.
             _connections[key] = dist.new_group(
                 list(mine),
                 timeout=timedelta(seconds=timeout_seconds),
@@ -80,6 +82,8 @@ class Group:
                 use_local_synchronization=True,
                 group_desc=name,
             )
+        if len(mine) == 1:
+            return cls.single(name, me)
         handle = _connections[key]
         return cls(name, mine, mine.index(me), handle, timeout_seconds, dist.get_backend(handle) == "nccl")
 
@@ -104,8 +108,8 @@ class Group:
         return tensor.contiguous()
 
 
-_connections: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
-"""By ranks, channel and time limit. They live as long as the process: gloo cannot meet again under a used name."""
+_connections: dict[tuple[tuple[tuple[int, ...], ...], str, float], dist.ProcessGroup] = {}
+"""By partition, channel and time limit. They live as long as the process: gloo cannot meet again under a used name."""
 
 
 def _is_communication(error: BaseException) -> bool:

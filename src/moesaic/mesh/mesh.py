@@ -152,17 +152,19 @@ def _links(layout: Layout, pp: Group, timeout_seconds: float) -> Links:
     size = layout.pp
     if size == 1:
         return Links()
+    edges = list(range(size if layout.virtual_stages > 1 else size - 1))
+    # Pairs of one colour share no rank, so each colour is a partition: neighbours alternate, and the wrap of an odd
+    # ring is a colour of its own.
+    colours = [[i for i in edges if (2 if i == size - 1 and size % 2 else i % 2) == colour] for colour in range(3)]
     found: dict[str, Group] = {}
     for direction in ("forward", "backward"):
-        for start in range(size):
-            end = (start + 1) % size
-            if end == 0 and layout.virtual_stages == 1:
+        for colour, chosen in enumerate(colours):
+            pairs = [tuple(sorted((ranks[i], ranks[(i + 1) % size]))) for ranks in layout.groups("pp") for i in chosen]
+            if not pairs:
                 continue
-            pairs = [tuple(sorted((ranks[start], ranks[end]))) for ranks in layout.groups("pp")]
-            if pp.rank not in (start, end):
-                continue  # only members take part in the creation of a group
-            name = f"pp {direction} {start}-{end}"
-            group = Group.create(name, pairs, timeout_seconds, channel=name)
-            sends = pp.rank == (start if direction == "forward" else end)
-            found[f"{direction}_{'out' if sends else 'in'}"] = group
+            group = Group.create(f"pp {direction}", pairs, timeout_seconds, channel=f"{direction} {colour}")
+            start = next((i for i in chosen if pp.rank in (i, (i + 1) % size)), None)
+            if start is not None:
+                sends = pp.rank == (start if direction == "forward" else (start + 1) % size)
+                found[f"{direction}_{'out' if sends else 'in'}"] = group
     return Links(**found)
