@@ -6,12 +6,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo demo-parallel test test-long lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   train a small mixture of experts on this machine and look at the result"
-	@echo "make test   lint, types and all tests"
+	@echo "make demo-parallel   the same training on four processes, ending at the same loss"
+	@echo "make test   lint, types and tests"
+	@echo "make test-long   the tests that make test leaves out: every layout against one process"
 	@echo "make lint   lint and types only"
 	@echo "make bench  how to repeat the measurements of docs/benchmarks.md"
 	@echo "make clean  remove .venv and caches"
@@ -19,8 +21,15 @@ help:
 demo: $(VENV)/.stamp-train
 	$(BIN)/python examples/demo.py
 
+demo-parallel: $(VENV)/.stamp-train
+	$(BIN)/python examples/demo.py --layout 'pp2 dp2 / ep2'
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long"
+
+# One after the other: each of these keeps up to eight processes busy.
+test-long: $(VENV)/.stamp-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

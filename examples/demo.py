@@ -3,6 +3,7 @@
     python examples/demo.py            a few minutes on two cores
     python examples/demo.py --quick    half a minute, a much smaller model that learns little
     python examples/demo.py --fresh    from the start, although a run is there
+    python examples/demo.py --layout 'pp2 dp2 / ep2'    the same training on four processes: `make demo-parallel`
 
 Everything is kept: stopped or killed at any moment, the same command goes on where it was and ends at the same loss.
 """
@@ -15,6 +16,7 @@ import math
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -22,6 +24,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from moesaic.spec.layout import parse_layout
+from moesaic.spec.tables import LayoutTable
 
 HERE = Path(__file__).resolve().parent
 RUN_FILE = HERE / "demo.toml"
@@ -66,15 +71,20 @@ def main(arguments: list[str] | None = None) -> int:
     text = cache / ("python-stdlib-quick.jsonl" if options.quick else "python-stdlib.jsonl")
     console.print(collect(text, QUICK_LIMIT if options.quick else LIMIT))
 
+    layout = parse_layout(options.layout)
+    processes = layout.pp * int(layout.dp) * layout.cp * layout.tp
     settings = [*(QUICK if options.quick else ()), f'data.path="{text}"', f'run.dir="{folder}"']
     console.rule("2. What counting reaches")
     show_baselines(console, measure_baselines(settings, folder, console))
 
     console.rule("3. Training")
     command = ["train", str(RUN_FILE), "--resume", *(word for text in settings for word in ("--set", text))]
-    from moesaic.cli.main import main as moesaic
+    if processes > 1:
+        code = train_on(processes, [*command, *layout_settings(layout)])
+    else:
+        from moesaic.cli.main import main as moesaic
 
-    code = moesaic(command)
+        code = moesaic(command)
     if code:
         again = "The same command goes on from here." if code == 3 else "--fresh starts over."
         console.print(f"Training ended with exit code {code}. {again}")
@@ -85,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     console.rule("5. Result")
     show_result(console, folder)
+    if processes > 1:
+        show_difference(console, folder, Path(folder_of(options.quick, 1)))
     return 0
 
 
@@ -97,9 +109,49 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache", default=".cache/demo", help="folder of the text and its tokens (default: %(default)s)"
     )
+    parser.add_argument(
+        "--layout", default="", help="train in this layout, on as many processes as it takes (default: one process)"
+    )
     options = parser.parse_args(arguments)
-    options.dir = options.dir or ("runs/demo-quick" if options.quick else "runs/demo")
+    options.dir = options.dir or folder_of(options.quick, 2 if options.layout else 1)
     return options
+
+
+def folder_of(quick: bool, processes: int) -> str:
+    """Where a run of the demo goes by default."""
+    return "runs/demo" + ("-quick" if quick else "") + ("-parallel" if processes > 1 else "")
+
+
+def layout_settings(layout: LayoutTable) -> list[str]:
+    """The --set words of a layout, with micro-batches of one sequence, which leaves enough of them for a pipeline."""
+    degrees = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")} | {"micro_batch": 1}
+    return [word for name, degree in degrees.items() for word in ("--set", f"layout.{name}={degree}")]
+
+
+def train_on(processes: int, command: list[str]) -> int:
+    """Runs `moesaic` under torchrun; its exit code."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    return subprocess.run([*torchrun, "-m", "moesaic", *command], env=environment, check=False).returncode
+
+
+def show_difference(console: Console, folder: Path, alone: Path) -> None:
+    """Prints how far the run ended from the same training in one process, if that was run."""
+    from moesaic.report import read_run
+
+    if not (alone / "metrics.jsonl").is_file():
+        console.print(f"Run the demo without --layout to compare: nothing is in {alone}.")
+        return
+    here, there = read_run(folder), read_run(alone)
+    found, expected = here.last("validation_loss"), there.last("validation_loss")
+    if found is None or expected is None or here.run["train"]["steps"] != there.run["train"]["steps"]:
+        console.print(f"{alone} is another run or is not finished: nothing to compare with.")
+        return
+    first = abs(here.series("loss")[0][1] - there.series("loss")[0][1])
+    console.print(
+        f"In one process ({alone}) the held-out loss ended at {expected:.4f}, here at {found:.4f}: "
+        f"{abs(found - expected):.4f} apart. The losses of step 1 differ by {first:.1e}: sums in another order."
+    )
 
 
 def collect(path: Path, limit: int) -> str:

@@ -150,6 +150,11 @@ def option_rules(table: LayoutTable) -> Iterator[str]:
             f'layout.replicas is {table.replicas}, but layout.sharding is "none", so that every rank is a copy: '
             f"name a sharding level or use replicas 1"
         )
+    if table.schedule == "zero_bubble" and table.sharding != "none":
+        yield (
+            f'layout.schedule is "zero_bubble" and layout.sharding "{table.sharding}", but sharding sums weight '
+            f'gradients when backward ends, before zero_bubble has made them: use sharding "none" or another schedule'
+        )
     if table.virtual_stages > 1 and table.schedule == "1f1b":
         yield f'layout.schedule is "1f1b", but layout.virtual_stages is {table.virtual_stages}: use "interleaved"'
     if table.virtual_stages == 1 and table.schedule == "interleaved":

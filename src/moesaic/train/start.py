@@ -10,7 +10,7 @@ from moesaic.model.decoder import Decoder
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train import upcycle
-from moesaic.train.memory import require_memory
+from moesaic.train.memory import require_memory, require_memory_of_rank
 
 
 def initial_decoder(
@@ -27,10 +27,11 @@ def initial_decoder(
             model.
     """
     # Gradients, masters and two moments are fp32; parameters in bf16 stand beside their masters.
+    size = 16 + (0 if dtype == torch.float32 else dtype.itemsize)
     if mesh is None or mesh.world.size == 1:
-        require_memory(
-            spec, 16 + (0 if dtype == torch.float32 else dtype.itemsize), "with gradients and AdamW's moments"
-        )
+        require_memory(spec, size, "with gradients and AdamW's moments")
+    else:
+        require_memory_of_rank(spec, mesh, size, "with gradients and AdamW's moments")
     decoder = Decoder(spec, device=device().torch_device, mesh=mesh)
     decoder.init_weights(run.train.seed)
     if run.model.init == "hf":
