@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moesaic.model.forced import Forced, even, skew_bias, skewed
 from moesaic.model.router import Router
+from moesaic.model.sequences import Sequences
 from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.model import RouterSpec
 from moesaic.spec.run import parse_run
@@ -163,6 +164,14 @@ def test_nothing_is_forced_outside_of_training_steps():
     assert not torch.equal(router(x_TD).ids_TK, expected)
     forced.clear_tokens()
     assert torch.equal(router(x_TD).ids_TK, expected)
+
+
+def test_rows_are_announced_by_the_number_of_their_first():
+    router = router_of(PLAIN)
+    forced = Forced([(0, router)], seq_len=4, mode="even")
+    forced.see(5, Sequences(2, 4))
+    ids_TK = router(tokens(8)).ids_TK
+    assert torch.equal(ids_TK, even(torch.arange(20, 28), 8, 2))
 
 
 def test_tokens_that_were_not_announced_are_an_error():

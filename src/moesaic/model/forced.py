@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moesaic.model.router import Router, Routing
+from moesaic.model.sequences import Sequences
 from moesaic.spec.errors import MoesaicError
 
 
@@ -88,6 +89,11 @@ class Forced:
         for layer, router in self.routers:
             router.choose = self._choosers.get(layer)
 
+    def see(self, first: int, sequences: Sequences) -> None:
+        """As `set_tokens`, for whole rows, the first of them number `first` in the step: their places that are here."""
+        every_S = torch.arange(sequences.length, device=sequences.positions.device)
+        self.set_tokens(torch.arange(first, first + sequences.batch), sequences.own(every_S[None])[0])
+
     def clear_tokens(self) -> None:
         """What the routers see from here on is not part of a training step."""
         self._tokens = self._index_T = None
@@ -113,8 +119,9 @@ class Forced:
     def _even(self, layer: int, router: Router, choice_TE: Tensor) -> Tensor:
         if self._index_T is None:
             sequences_B, places_S = self._seen(len(choice_TE))
-            index_BS = sequences_B[:, None] * self._seq_len + places_S[None, :]
-            self._index_T = index_BS.flatten().to(choice_TE.device)
+            where = choice_TE.device
+            index_BS = sequences_B.to(where)[:, None] * self._seq_len + places_S.to(where)[None, :]
+            self._index_T = index_BS.flatten()
         return even(self._index_T, router.spec.experts, router.spec.top_k, shift=layer + self.step)
 
     def _replayed(self, layer: int, choice_TE: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ def report(message: str, code: int, error: BaseException | None = None) -> None:
             _say(message, code)
         return
     if isinstance(error, CommunicationError):
-        message += _suspects(place.rank)
+        message += _suspects(place.rank, waited="no answer" in message)
     elif error is not None and not isinstance(error, MoesaicError) and progress.step is not None:
         message += f" (in step {progress.step})"
     if _state.assembly is None or _state.assembly.say_once(message):
@@ -386,24 +386,25 @@ def _refuse(message: str, code: int) -> None:
     raise JobError(message, code)
 
 
-def _suspects(me: int) -> str:
-    """A clause on the ranks that have fallen silent or behind, as far as their signs of life tell."""
+def _suspects(me: int, waited: bool) -> str:
+    """A clause on the ranks that have fallen silent or behind, as far as their signs of life tell. They lag, so that
+    who is behind can be told only after having `waited` for the time limit."""
     if _state.assembly is None:
         return ""
     silent_after = 2.5 * _state.assembly.interval
     found: list[str] = []
     for rank, sign in _state.assembly.signs().items():
-        step = "" if sign.step is None else f" in step {sign.step}"
         if rank == me:
             continue
         if sign.age > silent_after:
+            step = "" if sign.step is None else f", then in step {sign.step}"
             found.append(f"rank {rank} was last heard of {sign.age:.0f} s ago{step}")
-        elif sign.step is not None and progress.step is not None and sign.step < progress.step:
-            found.append(f"rank {rank} is still{step}")
+        elif waited and sign.step is not None and progress.step is not None and sign.step < progress.step:
+            found.append(f"rank {rank} is still in step {sign.step}")
     if not found:
         return ""
     more = f", and {len(found) - _SUSPECTS} more" if len(found) > _SUSPECTS else ""
-    return f" Look at these: {', '.join(found[:_SUSPECTS])}{more}."
+    return f" Look at these: {'; '.join(found[:_SUSPECTS])}{more}."
 
 
 def _say(message: str, code: int) -> None:
