@@ -17,6 +17,7 @@ from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.model import RouterSpec
 from moesaic.spec.run import parse_run
 from moesaic.spec.tables import BalanceTable
+from moesaic.train import loop
 from moesaic.train.routing_files import (
     Recording,
     Replay,
@@ -29,6 +30,7 @@ from moesaic.train.routing_files import (
 )
 
 from .conftest import MIXTRAL
+from .jobs import Job, job_folder
 
 HIDDEN = 8
 PLAIN = RouterSpec(experts=8, top_k=2)
@@ -373,3 +375,54 @@ def test_a_run_file_makes_what_it_asks_for(tmp_path):
     assert np.bincount(ids.reshape(-1)).tolist() == [64] * 4
     nothing = forced_routing(a_run(tmp_path), spec, routers, first=first, is_first=True, resume=False, notes=notes)
     assert nothing is None
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_a_run_is_forced_labelled_recorded_and_replayed(make_run, console, tmp_path, metrics):
+    routes = tmp_path / "routes"
+    assert loop.train(make_run("plain", f"balance.record='{routes}'"), console=console) == 0
+    assert loop.train(make_run("again", f"balance.replay='{routes}'"), console=console) == 0
+    assert loop.train(make_run("even", "balance.force='even'"), console=console) == 0
+    skewed_keys = ("balance.force='skew'", "balance.force_std=3.0")
+    assert loop.train(make_run("skew", *skewed_keys), console=console) == 0
+    plain, again, even_, skew = (metrics(tmp_path / name) for name in ("plain", "again", "even", "skew"))
+    assert [row["loss"] for row in again] == [row["loss"] for row in plain], "its own routing changes nothing"
+    assert all("benchmark_only" not in row for row in plain)
+    assert all(str(routes) in row["benchmark_only"][0] for row in again)
+    assert all(row["benchmark_only"] == ["experts chosen evenly (balance.force)"] for row in even_)
+    for row in even_:
+        assert set(row["load_max_over_mean"].values()) == {1.0}
+    worst = max(skew[0]["load_max_over_mean"].values())
+    assert worst > max(plain[0]["load_max_over_mean"].values()) and "3" in skew[0]["benchmark_only"][0]
+    assert "For benchmarks only: experts chosen evenly" in console.file.getvalue()
+    # Held-out losses are the routers' own: at the first evaluation the models differ, not the way of measuring.
+    assert np.load(routes / "recorded.npy").tolist() == [1] * 6
+    stored = np.load(routes / "layer-0.npy")
+    loads = np.bincount(stored[0].reshape(-1), minlength=4) / stored[0].size
+    assert loads.tolist() == pytest.approx(plain[0]["expert_load"]["0"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_any_layout_records_and_replays_the_same_routing(tmp_path):
+    folder = job_folder(tmp_path)
+    keys = ("train.steps=3", "train.warmup_steps=1")
+    layouts_ = [
+        ("one", 1, ()),
+        ("folded", 4, ("layout.pp=2", "layout.ep=2")),
+        ("ring", 4, ("layout.cp=2", "layout.cp_kind='ring'", "layout.tp=2", "layout.ep=2", "layout.micro_batch=2")),
+    ]
+    losses = {}
+    for name, processes, sets in layouts_:
+        for more, keep in (((f"balance.record='{name}'",), name), (("balance.replay='one'",), f"{name}-replay")):
+            job = Job(folder, f"run-{keep}", processes, *keys, *sets, *more)
+            assert job.end() == 0, job.said()
+            losses[keep] = job.losses(3)
+    for name, *_ in layouts_:
+        assert losses[f"{name}-replay"] == pytest.approx(losses["one"], rel=1e-5)
+        for layer in (0, 1):
+            ours, theirs = (np.load(folder / each / f"layer-{layer}.npy") for each in (name, "one"))
+            # Near-ties may fall otherwise once weights differ in their last bits; the first step has none of that.
+            assert (np.sort(ours[0], -1) == np.sort(theirs[0], -1)).all()
+            assert np.load(folder / name / "recorded.npy").all()
