@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moesaic.mesh.group import Group
+from moesaic.mesh.mesh import ExpertGroups
 from moesaic.model import expert_blocks
 from moesaic.model.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moesaic.model.deferred import WeightGradients, deferring
 from moesaic.model.expert_memory import Pool
 from moesaic.model.expert_workers import run_experts, share_out
 from moesaic.model.experts import Experts
@@ -66,6 +69,20 @@ def build(experts: int, top_k: int, width: int, hidden: int, *, scale: float = 1
     for p in module.parameters():
         torch.nn.init.normal_(p, std=scale)
     return module
+
+
+def whole_spec(experts: int, top_k: int, width: int, apply: str = "output") -> MoeSpec:
+    return MoeSpec(router=RouterSpec(experts=experts, top_k=top_k, apply=apply), expert=MlpSpec(width=width, bias=True))
+
+
+def expert_groups(ep: int = 1, ep_rank: int = 0, etp: int = 1, etp_rank: int = 0) -> ExpertGroups:
+    """The mesh as one rank sees it, for what needs no communication."""
+    return ExpertGroups(
+        Group("ep", tuple(range(ep)), ep_rank),
+        Group("etp", tuple(range(etp)), etp_rank),
+        Group.single("edp"),
+        Group("ep_etp", tuple(range(ep * etp)), ep_rank * etp + etp_rank),
+    )
 
 
 def compare(module: Experts, tokens: int, top_k: int, choices: int | None = None) -> None:
@@ -156,6 +173,70 @@ def test_grouped_products_equal_the_expert_loop(monkeypatch, gated, bias, apply)
         results.append([y, *torch.autograd.grad(y, [x, w, *module.parameters()], grad)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("apply", ["output", "input"])
+def test_choices_of_experts_elsewhere_are_left_out(monkeypatch, grouped, apply):
+    """A third of the experts, with biases, against all of them under weights that are zero for the others."""
+    monkeypatch.setattr(Experts, "uses_grouped_products", lambda *_: grouped)
+    torch.manual_seed(0)
+    whole = build(6, 3, 8, 16, scale=0.3, bias=True).float()
+    part = Experts(whole_spec(6, 3, 8, apply), 16, groups=expert_groups(ep=3, ep_rank=1))
+    whole.weights_on_input = apply == "input"
+    for name, parameter in part.named_parameters():
+        parameter.data.copy_(whole.get_parameter(name)[2:4])
+    x_TD, weights_TK, grad = torch.randn(20, 16), torch.rand(20, 3), torch.randn(20, 16)
+    ids_TK = torch.stack([torch.randperm(6)[:3] for _ in range(20)])
+    here_TK = (ids_TK >= 2) & (ids_TK < 4)
+    results = []
+    # What a whole layer gives for the experts here: y of all choices less y of those elsewhere.
+    for module, ids in ((part, torch.where(here_TK, ids_TK - 2, -1)), (part, ids_TK - 2)):
+        x, w = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+        y = module(x, ids, w)
+        results.append([y, *torch.autograd.grad(y, [x, w, *module.parameters()], grad)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    expected = torch.zeros_like(x_TD)
+    for t, k in here_TK.nonzero().tolist():
+        expected[t] += whole(x_TD[t : t + 1], ids_TK[t : t + 1, k : k + 1], weights_TK[t : t + 1, k : k + 1])[0]
+    torch.testing.assert_close(results[0][0], expected, rtol=1e-5, atol=1e-5)
+    assert not results[0][2][~here_TK].any()
+    assert results[0][2][here_TK].all()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_cut_experts_add_up_and_one_of_them_adds_the_bias(monkeypatch, grouped, deferred):
+    monkeypatch.setattr(Experts, "uses_grouped_products", lambda *_: grouped)
+    torch.manual_seed(0)
+    whole = build(3, 2, 16, 16, scale=0.3, bias=True).float()
+    x_TD, weights_TK, grad = torch.randn(9, 16), torch.rand(9, 2), torch.randn(9, 16)
+    ids_TK = torch.stack([torch.randperm(3)[:2] for _ in range(9)])
+
+    def run(module):
+        x, w, queue = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_(), WeightGradients()
+        with deferring(queue if deferred else None):
+            y = module(x, ids_TK, w)
+        y.backward(grad)
+        queue.run()
+        return y.detach(), x.grad, w.grad
+
+    parts = [Experts(whole_spec(3, 2, 16), 16, groups=expert_groups(etp=2, etp_rank=r)) for r in range(2)]
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            parameter.data.copy_(parameter.cut.take(whole.get_parameter(name).data))
+    for got, want in zip(zip(*map(run, parts), strict=True), run(whole), strict=True):
+        torch.testing.assert_close(sum(got), want, rtol=1e-5, atol=1e-5)
+    for name, parameter in whole.named_parameters():
+        grads = [part.get_parameter(name).grad for part in parts]
+        if name == "down_bias":
+            torch.testing.assert_close(grads[0], parameter.grad)
+            assert not grads[1].any()
+        else:
+            for part, got in zip(parts, grads, strict=True):
+                want = part.get_parameter(name).cut.take(parameter.grad)
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_worker_threads_give_the_same_result_as_one_thread():

@@ -28,7 +28,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def route(self, ids_TK: Tensor) -> Route:
         """To everybody."""
-        return GatherRoute(self.group, tuple(collectives.gather_counts(len(ids_TK), self.group)))
+        return GatherRoute(self.group, collectives.gather_counts(len(ids_TK), self.group))
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class GatherRoute:
     """Rows of all ranks of a group in rank order; rank i has `counts[i]` of them."""
 
     group: Group
-    counts: tuple[int, ...]
+    counts: list[int]
 
     def start_spread(self, x_TW: Tensor, what: str) -> Arrival:
         """Begin an all-gather."""
         n = self.group.size
         sent = [len(x_TW)] * n
-        return collectives.start_all_to_all(x_TW.repeat(n, 1), self.group, sent, list(self.counts), what)
+        return collectives.start_all_to_all(x_TW.repeat(n, 1), self.group, sent, self.counts, what)
 
     def start_collect(self, y_RW: Tensor, what: str) -> Arrival:
         """Begin a reduce-scatter, which adds in rank order."""
         n, own = self.group.size, self.counts[self.group.rank]
-        parts = collectives.start_all_to_all(y_RW, self.group, list(self.counts), [own] * n, what)
+        parts = collectives.start_all_to_all(y_RW, self.group, self.counts, [own] * n, what)
         return Then(parts, lambda parts: _sum(parts.unflatten(0, (n, own))))
 
 

@@ -8,8 +8,10 @@ is on a rank of its own (Megatron-Core's volume), and never more than an all-gat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dispatch.allgather import GatherRoute
@@ -37,39 +39,44 @@ class AllToAllDispatcher(Dispatcher):
         tokens_N = goes_nT.nonzero()[:, 1]  # by rank, and for each rank in the order of tokens
         sent = goes_nT.sum(1).tolist()
         received = collectives.exchange_counts(sent, self.ep)
-        route = ExchangeRoute(self.ep, len(ids_TK), tokens_N, tuple(sent), tuple(received))
+        route = ExchangeRoute(self.ep, len(ids_TK), tokens_N, sent, received)
         if self.etp.size == 1:
             return route
         rows = collectives.gather_counts(sum(received), self.etp)
-        return Chain(route, GatherRoute(self.etp, tuple(rows)))
+        return Chain(route, GatherRoute(self.etp, rows))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExchangeRoute:
     """Of T tokens, those numbered `tokens_N` go out: the first `sent[0]` to rank 0 of the group, and so on.
 
-    `received`: how many come from each rank. No token goes to one rank twice.
+    `received`: how many come from each rank.
     """
 
     group: Group
     tokens: int
     tokens_N: Tensor
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: list[int]
+    received: list[int]
 
     def start_spread(self, x_TW: Tensor, what: str) -> Arrival:
         """Begin an all-to-all of copies of tokens."""
         rows_NW = x_TW.index_select(0, self.tokens_N)
-        return collectives.start_all_to_all(rows_NW, self.group, list(self.sent), list(self.received), what)
+        return collectives.start_all_to_all(rows_NW, self.group, self.sent, self.received, what)
 
     def start_collect(self, y_RW: Tensor, what: str) -> Arrival:
         """Begin the all-to-all back."""
-        arrival = collectives.start_all_to_all(y_RW, self.group, list(self.received), list(self.sent), what)
-        return Then(arrival, self._sum_by_token)
+        arrival = collectives.start_all_to_all(y_RW, self.group, self.received, self.sent, what)
+        places_N, starts_T = self._bags  # made here, while rows travel
 
-    def _sum_by_token(self, rows_NW: Tensor) -> Tensor:
-        out_TW = rows_NW.new_zeros(self.tokens, rows_NW.shape[1])
-        # Rank by rank: no token comes twice from one, so that the order of additions is fixed on every device.
-        for rows, tokens in zip(rows_NW.split(self.sent), self.tokens_N.split(self.sent), strict=True):
-            out_TW.index_add_(0, tokens, rows)
-        return out_TW
+        def sum_by_token(rows_NW: Tensor) -> Tensor:
+            # A lookup in a table of rows is the sum wanted: it reads each once and adds in fp32, in the order of ranks.
+            return F.embedding_bag(places_N, rows_NW, starts_T, mode="sum", include_last_offset=True)
+
+        return Then(arrival, sum_by_token)
+
+    @cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """Places in `tokens_N` ordered by token, and where each token's begin; one more for the end."""
+        sorted_N, places_N = self.tokens_N.sort(stable=True)
+        return places_N, torch.searchsorted(sorted_N, torch.arange(self.tokens + 1, device=sorted_N.device))

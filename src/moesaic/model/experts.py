@@ -235,6 +235,8 @@ class Experts(nn.Module):
     tensor to add. Off by default, because hooks on the parameters then see no gradient.
     """
 
+    down_bias: nn.Parameter | None
+
     def __init__(
         self,
         moe: MoeSpec,
