@@ -1,8 +1,8 @@
 """Collectives on plain tensors: each a call with a group, counted in the traffic meter, named when it fails.
 
-On gloo everything goes through its pairwise all-to-all: its own all-gather and reduce-scatter are several times slower,
-and sums taken here, in rank order, are the same on all ranks and in all runs. Splits are Python numbers. Tensors may
-have any device and, except for sums, any type.
+On gloo everything goes through its pairwise all-to-all or plain messages: its own all-gather and reduce-scatter are
+several times slower, and sums taken here, in rank order, are the same on all ranks and in all runs. Splits are Python
+numbers. Tensors may have any device and, except for sums, any type.
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ class Pending:
         return self.result
 
 
+class AllWorks:
+    """Several messages under way, as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Block until all have arrived and left."""
+        for work in self._works:
+            work.wait()
+
+
 def start_all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Pending:
     """Begin to send `send[i]` rows of x to rank i of the group, in order, and to receive `receive[i]` from it."""
     name = name or "all-to-all"
@@ -68,8 +80,19 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         if group.needs_device:
             dist.all_gather_into_tensor(out, x, group=group.handle)
         else:
-            dist.all_to_all_single(out, x[None].expand(group.size, *x.shape).contiguous(), group=group.handle)
+            send_to_all(x, list(out), group).wait()
     return out
+
+
+def send_to_all(x: Tensor, places: list[Tensor], group: Group) -> AllWorks:
+    """Begin, by plain messages, to send x to every rank and to receive rank i's into `places[i]`, without copies."""
+    works = []
+    for step in range(1, group.size):
+        source, to = (group.rank - step) % group.size, (group.rank + step) % group.size
+        works.append(dist.irecv(places[source], group.ranks[source], group=group.handle))
+        works.append(dist.isend(x, group.ranks[to], group=group.handle))
+    places[group.rank].copy_(x)
+    return AllWorks(works)
 
 
 def all_gather_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
@@ -82,9 +105,12 @@ def all_gather_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
     n = group.size
     count("all-gather", group.name, byte_count(x_RD) * (n - 1))
     out = x_RD.new_empty(sum(counts), *x_RD.shape[1:])
-    copies = x_RD.repeat(n, *(1 for _ in x_RD.shape[1:]))
     with group.naming("all-gather"):
-        dist.all_to_all_single(out, copies, counts, [x_RD.shape[0]] * n, group=group.handle)
+        if group.needs_device:
+            copies = x_RD.repeat(n, *(1 for _ in x_RD.shape[1:]))
+            dist.all_to_all_single(out, copies, counts, [x_RD.shape[0]] * n, group=group.handle)
+        else:
+            send_to_all(x_RD, list(out.split(counts)), group).wait()
     return out
 
 
@@ -140,7 +166,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
         dist.all_to_all_single(parts, padded.view(n, share), group=group.handle)
         total = _sum(parts)
         whole = padded.new_empty(n, share)
-        dist.all_to_all_single(whole, total[None].expand(n, -1).contiguous(), group=group.handle)
+        send_to_all(total, list(whole), group).wait()
         return x.copy_(whole.view(-1)[: flat.numel()].view_as(x))
 
 
@@ -206,16 +232,7 @@ def start_shift(x: Tensor, group: Group) -> Pending:
                 dist.P2POp(dist.irecv, out, before, group=group.handle),
             ]
         )
-    return Pending("shift", group, out, _All(works), x)
-
-
-class _All:
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+    return Pending("shift", group, out, AllWorks(works), x)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from moesaic.mesh.collectives import send_to_all
 from moesaic.mesh.cut import Cut
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
@@ -178,7 +179,7 @@ class _Buffers:
 
 
 class _Gather(_Buffers):
-    """All-gather by gloo's all-to-all, several times faster than its all-gather."""
+    """All-gather by plain messages, several times faster than gloo's own."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -186,7 +187,12 @@ class _Gather(_Buffers):
         n = self.group.size
         count("all-gather", self.group.name, byte_count(input_tensor) * (n - 1))
         with self.group.naming("all-gather of parameters"):
-            return dist.all_to_all_single(output_tensor, input_tensor.repeat(n), group=group, async_op=async_op)
+            # FSDP2 may hand in its own slice of the output.
+            works = send_to_all(input_tensor, list(output_tensor.view(n, -1)), self.group)
+            if async_op:
+                return works
+            works.wait()
+            return None
 
 
 class _ReduceScatter(_Buffers):
