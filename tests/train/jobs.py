@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import moesaic
 
 STEPS = 12
 TIMEOUT = 15
-HANGS = 300
+HANGS = 600
 """Seconds after which a job that has not ended counts as hanging, whatever the machine is busy with."""
 RUN = f"""
 [model]
@@ -116,13 +117,19 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Until the line of that step has been written."""
+        self.wait_until(
+            lambda: self.metrics.exists() and len(self.metrics.read_text().splitlines()) >= step, f"step {step}"
+        )
+
+    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+        """Until something has happened, looking again and again while the job runs."""
         pause = threading.Event()
         deadline = time.monotonic() + HANGS
         while self.process.poll() is None and time.monotonic() < deadline:
-            if self.metrics.exists() and len(self.metrics.read_text().splitlines()) >= step:
+            if happened():
                 return
             pause.wait(0.05)
-        pytest.fail(f"step {step} was not reached:\n{self.said()}")
+        pytest.fail(f"{what}: not reached\n{self.said()}")
 
     def losses(self, steps: int = STEPS) -> list[float]:
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
