@@ -293,6 +293,7 @@ class Decoder(nn.Module):
             x_TD,
             self._head_weight(),
             labels.flatten(),
+            vocab=self.spec.vocab,
             first_row=self.head.first_row,
             tp=self.mesh.tp,
             bias_V=self.head.bias,

@@ -71,6 +71,7 @@ def head_loss(
     weight_VD: Tensor,
     labels_T: Tensor,
     *,
+    vocab: int,
     first_row: int,
     tp: Group,
     bias_V: Tensor | None,
@@ -79,13 +80,13 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """As `losses.cross_entropy` for this rank's own tokens, whether the head is split over `tp` or not.
 
-    `weight_VD`, `bias_V`: this rank's rows, of which the first is number `first_row` of the vocabulary.
+    `weight_VD`, `bias_V`: this rank's rows, of which the first is number `first_row` of the `vocab` of all ranks.
     """
     if tp.size == 1:
         return cross_entropy(x_TD, weight_VD, labels_T, bias_V=bias_V, scale=scale, logits_divisor=logits_divisor)
     with_grad = torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad)
     return _SplitCrossEntropy.apply(  # type: ignore[no-any-return]
-        x_TD, weight_VD, bias_V, labels_T, first_row, tp, scale, logits_divisor, with_grad
+        x_TD, weight_VD, bias_V, labels_T, vocab, first_row, tp, scale, logits_divisor, with_grad
     )
 
 
@@ -102,6 +103,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         labels_T: Tensor,
+        vocab: int,
         first_row: int,
         tp: Group,
         scale: float,
@@ -121,7 +123,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
         grad_x_ND = torch.zeros_like(rows_ND) if with_grad else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x_TD.device) if with_grad else None
         grad_bias = torch.zeros(len(weight), dtype=wide, device=x_TD.device) if with_grad else None
-        chunk = max(16, LOGIT_BYTES // (max(1, weight.shape[0]) * wide.itemsize))
+        # From the most rows that any rank has: ranks agree on maxima and sums chunk by chunk.
+        chunk = max(16, LOGIT_BYTES // (-(-vocab // tp.size) * wide.itemsize))
         for start in range(0, len(rows_ND), chunk):
             x, labels = rows_ND[start : start + chunk].to(product), labels_N[start : start + chunk] - first_row
             logits = torch.mm(x, weight.t()).to(wide)
@@ -159,7 +162,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         gradients = [None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
         wanted = [g if want else None for g, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
-        return *wanted, None, None, None, None, None, None
+        return *wanted, None, None, None, None, None, None, None
 
 
 def _normalise(logits_NV: Tensor, at_N1: Tensor, here_N: Tensor, tp: Group) -> Tensor:
