@@ -100,6 +100,8 @@ class Sharding:
             assert isinstance(layer, Layer)
             blocks.append((next(stage for stage, each in decoder.stages.items() if each.mtp), block, layer))
         names = {parameter: name for name, parameter in decoder.named_parameters()}
+        inside = {p for _, _, layer in blocks if layer.moe is not None for p in layer.moe.experts.parameters()}
+        self._join_copies()
         for stage, _, layer in blocks:
             if layer.moe is None:
                 continue
@@ -114,7 +116,6 @@ class Sharding:
             spread |= {names[p]: group for p in parameters}
         data = self._mesh.data
         if data.size > 1 and data.size != self._replicas:
-            inside = {p for _, _, layer in blocks if layer.moe is not None for p in layer.moe.experts.parameters()}
             for stage, module, _ in blocks:
                 self._fully_shard(module, stage, data, unspread)
             # Embedding and head may belong to two of this rank's stages: they wait for the last backward of all.
@@ -122,6 +123,14 @@ class Sharding:
             spread |= {name: group for p, name in names.items() if p not in inside}
             register_fsdp_forward_method(decoder, "stage_tensors")
         return spread
+
+    def _join_copies(self) -> None:
+        """Make the groups of all copies. A pipeline stage may lack the experts that another has, but all ranks have to
+        make equally many groups."""
+        if self._replicas > 1:
+            for group in (self._mesh.data, *(each.edp for each in self._mesh.experts_by_count.values())):
+                if group.size not in (1, self._replicas):
+                    self._device_mesh(group)
 
     def _fully_shard(self, module: nn.Module, stage: int | None, group: Group, ignored: set[nn.Parameter]) -> Group:
         mesh, shard_group = self._device_mesh(group)
