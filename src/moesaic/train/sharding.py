@@ -76,17 +76,25 @@ class Sharding:
         """Whether anything is spread."""
         return bool(self._modules)
 
+    def begin_step(self) -> None:
+        """Before the first pass of a step. FSDP2 visits all of a rank's stages after every backward, and would drop the
+        weights of one that is still marked as done from the step before."""
+        for module, _ in self._modules:
+            self._mark(module, done=False)
+
     def begin_backward(self, stage: int, last_of_stage: bool, last: bool) -> None:
         """Before a backward pass of virtual stage `stage`: whether it is the step's last through that stage, and the
         last on this rank."""
         for module, of_stage in self._modules:
-            done = last if of_stage is None else last_of_stage
-            if of_stage not in (None, stage):
-                continue
-            if self.level == "optimizer":
-                module.set_requires_gradient_sync(done, recurse=False)
-            if self.level in ("optimizer", "gradients"):
-                module.set_reshard_after_backward(done, recurse=False)
+            if of_stage in (None, stage):
+                self._mark(module, last if of_stage is None else last_of_stage)
+
+    def _mark(self, module: FSDPModule, done: bool) -> None:
+        """Whether the next backward through a module is the step's last."""
+        if self.level == "optimizer":
+            module.set_requires_gradient_sync(done, recurse=False)
+        if self.level in ("optimizer", "gradients"):
+            module.set_reshard_after_backward(done, recurse=False)
 
     def _wrap(self, decoder: Decoder) -> dict[str, Group]:
         """Wrap layers and the rest; the group over which each wrapped parameter is spread."""

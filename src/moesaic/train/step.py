@@ -73,6 +73,8 @@ def train_step(
     optimizer.zero_grad()
     take_counts(decoder.routers())
 
+    if sharding is not None:
+        sharding.begin_step()
     where = device().torch_device
     work = Work(decoder, batches, where, weights=weights, step_tokens=step_tokens, clock=clock, sharding=sharding)
     if forced is not None:
