@@ -54,6 +54,8 @@ def ended(tmp_path_factory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("launched")
     cases = [[name, name, size, {}] for name, size in SIZES.items()]
     cases.append(["anew", "healthy", 2, {"TORCHELASTIC_RESTART_COUNT": "1"}])
+    for name in ("healthy", "lr_differs", "dies_in_step"):
+        cases.append([f"{name} without agent", name, SIZES[name], {"TORCHELASTIC_USE_AGENT_STORE": "False"}])
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("launched.py")), json.dumps(cases)],
@@ -71,7 +73,7 @@ def ended(tmp_path_factory) -> dict[str, Ended]:
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("case", "restarts"), [("healthy", "0"), ("anew", "1")])
+@pytest.mark.parametrize(("case", "restarts"), [("healthy", "0"), ("anew", "1"), ("healthy without agent", "0")])
 def test_a_healthy_job(ended, case, restarts):
     job = ended[case]
     assert job.codes == [0, 0] and not any(job.said) and not any(job.other)
@@ -89,6 +91,7 @@ def test_an_illegal_layout_is_refused_once_and_before_any_group(ended):
     ("case", "parts"),
     [
         ("lr_differs", ("train.lr", "0.25 on rank 0", "0.5 on rank 2")),
+        ("lr_differs without agent", ("train.lr", "0.25 on rank 0", "0.5 on rank 2")),
         ("code_differs", ("the source of moesaic", "'aaaa' on rank 0", "'bbbb' on ranks 2, 3")),
         ("data_differs", ("the data", "'y' on rank 0", "'x' on rank 1")),
         ("group_disagrees", ("the seed", "0 on rank 0", "1 on rank 1")),
@@ -137,8 +140,9 @@ def test_node_leaders_go_first(ended):
     assert {turn[0], turn[2]} == {1, 2} and {turn[1], turn[3]} == {3, 4}
 
 
-def test_a_rank_killed_in_a_step_ends_the_others_who_name_group_and_step(ended):
-    job = ended["dies_in_step"]
+@pytest.mark.parametrize("case", ["dies_in_step", "dies_in_step without agent"])
+def test_a_rank_killed_in_a_step_ends_the_others_who_name_group_and_step(ended, case):
+    job = ended[case]
     assert job.codes == [1, -9]
     assert "Rank 0: " in job.said[0][0] and "group world" in job.said[0][0] and "in step 7" in job.said[0][0]
 
@@ -180,7 +184,7 @@ def _alone(monkeypatch):
 
 def test_one_process_joins_nothing(run):
     job = launch.join(run())
-    assert job.mesh.world_size == 1 and job.layout.world == 1 and job.is_first and job.restarts == 0
+    assert job.mesh.world.size == 1 and job.layout.world == 1 and job.is_first and job.restarts == 0
     assert job.settle("x", lambda: 3) == job.first("x", lambda: 3) == job.leaders_first("x", lambda: 3) == 3
     assert not job.anyone(False) and job.anyone(True)
     job.agree({"x": 1})

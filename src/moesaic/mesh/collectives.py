@@ -18,6 +18,10 @@ from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
 from moesaic.mesh.traffic import count
 
+# Newer releases of torch have other names for these two.
+_native_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class Pending:
@@ -78,7 +82,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     count("all-gather", group.name, byte_count(x) * (group.size - 1))
     with group.naming("all-gather"):
         if group.needs_device:
-            dist.all_gather_into_tensor(out, x, group=group.handle)
+            _native_gather(out, x, group=group.handle)
         else:
             send_to_all(x, list(out), group).wait()
     return out
@@ -123,7 +127,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     with group.naming("reduce-scatter"):
         if group.needs_device:
             out = x.new_empty(x.shape[1:])
-            dist.reduce_scatter_tensor(out, x, group=group.handle)
+            _native_reduce_scatter(out, x, group=group.handle)
             return out
         parts = torch.empty_like(x)
         dist.all_to_all_single(parts, x, group=group.handle)

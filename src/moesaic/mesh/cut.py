@@ -66,10 +66,6 @@ class Cut:
         """Whether the piece is everything."""
         return all(piece.parts == 1 for piece in self.pieces)
 
-    def cuts(self, dim: int) -> bool:
-        """Whether `dim` is cut."""
-        return any(piece.dim == dim and piece.parts > 1 for piece in self.pieces)
-
     def start(self, dim: int) -> int:
         """The first global index along `dim` that is here."""
         return self._ranges(dim)[0][0]

@@ -61,9 +61,12 @@ class Device:
         return cpu_name()
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the device is done. Nothing to wait for on a CPU."""
+        """Wait until the computation queued on the device is done. Nothing to wait for on a CPU.
+
+        Only the stream that computes: a message that was asked for ahead may still be on its way.
+        """
         if self.kind == "cuda":
-            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.current_stream(self.torch_device).synchronize()
 
     def memory_bytes(self) -> int:
         """Bytes in use now: allocated tensors on CUDA, resident set of the process on a CPU."""
@@ -163,7 +166,9 @@ def bf16_is_native() -> bool:
 def device() -> Device:
     """The device of this process: the local rank's GPU if there is one, else the processor."""
     if torch.cuda.is_available():
-        return Device("cuda", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+        # Some launchers show each process its own device only, as number 0.
+        index = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0
+        return Device("cuda", torch.device("cuda", index))
     return Device("cpu", torch.device("cpu"))
 
 

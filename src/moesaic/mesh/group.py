@@ -103,13 +103,14 @@ class Group:
                 f"failed{step}: {_reason(error, self.timeout_seconds)}"
             ) from error
 
-    def check(self, tensor: Tensor) -> Tensor:
-        """`tensor`, contiguous, as the back-end wants it."""
-        return tensor.contiguous()
-
 
 _connections: dict[tuple[tuple[tuple[int, ...], ...], str, float], dist.ProcessGroup] = {}
 """By partition, channel and time limit. They live as long as the process: gloo cannot meet again under a used name."""
+
+
+def forget_connections() -> None:
+    """After the process group was destroyed."""
+    _connections.clear()
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -128,11 +129,6 @@ def _reason(error: BaseException, timeout_seconds: float) -> str:
     if "onnection" in text or "peer" in text:
         return "the connection was closed: another rank has ended; its own message or log says why."
     return text.strip().splitlines()[0][:200]
-
-
-def is_distributed() -> bool:
-    """Whether this process is one of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def byte_count(tensor: Tensor) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.mesh.collectives import irecv, isend
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group
 from moesaic.spec.layout import EXPERT_GROUPS, GROUPS, Layout
@@ -127,21 +129,6 @@ class Mesh:
             found = ExpertGroups(*(Group.single(name, self.rank) for name in EXPERT_GROUPS))
         return found
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.world.size
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the one that writes."""
-        return self.rank == 0
-
-    @property
-    def pipeline_rank(self) -> int:
-        """This process's place in its pipeline."""
-        return self.pp.rank
-
     def on_device(self, tensor: Tensor) -> Tensor:
         """`tensor` where this mesh's groups can send it from."""
         return tensor.to(device().torch_device) if self.world.needs_device else tensor
@@ -164,7 +151,12 @@ def _links(layout: Layout, pp: Group, timeout_seconds: float) -> Links:
                 continue
             group = Group.create(f"pp {direction}", pairs, timeout_seconds, channel=f"{direction} {colour}")
             start = next((i for i in chosen if pp.rank in (i, (i + 1) % size)), None)
-            if start is not None:
-                sends = pp.rank == (start if direction == "forward" else (start + 1) % size)
-                found[f"{direction}_{'out' if sends else 'in'}"] = group
+            if start is None:
+                continue
+            sends = pp.rank == (start if direction == "forward" else (start + 1) % size)
+            found[f"{direction}_{'out' if sends else 'in'}"] = group
+            if group.needs_device:
+                # NCCL connects at a link's first message and blocks until both ends are there: now, in one order.
+                first = torch.zeros(1, device=device().torch_device)
+                (isend if sends else irecv)(first, group, 1 - group.rank).wait()
     return Links(**found)

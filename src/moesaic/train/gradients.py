@@ -38,6 +38,8 @@ class GradientSums:
             replicas = [] if each.spread is not None else [data]
             if not split:
                 replicas.append(inner)
+            if not each.cut.expert and len(replicas) == 2:
+                replicas = [mesh.stage]
             self._groups[name] = [group for group in replicas if group.size > 1]
             once = all(group.rank == 0 for group in self._groups[name])
             if each.spread is not None and each.spread.size < data.size:
@@ -79,10 +81,12 @@ def _sum_in_buckets(tensors: list[Tensor], group: Group) -> None:
     size = 0
     for tensor in [*tensors, None]:
         if bucket and (tensor is None or size + tensor.numel() * tensor.element_size() > BUCKET_BYTES):
-            flat = torch.cat([each.reshape(-1) for each in bucket])
-            all_reduce(flat, group)
-            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-                each.copy_(part.view_as(each))
+            if len(bucket) == 1:
+                all_reduce(bucket[0], group)
+            else:
+                flat = all_reduce(torch.cat([each.reshape(-1) for each in bucket]), group)
+                for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                    each.copy_(part.view_as(each))
             bucket, size = [], 0
         if tensor is not None:
             bucket.append(tensor)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import moesaic
 from moesaic.mesh import collectives
 from moesaic.mesh.device import device
-from moesaic.mesh.group import CommunicationError, Group, progress
+from moesaic.mesh.group import CommunicationError, Group, forget_connections, progress
 from moesaic.mesh.mesh import Mesh
 from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.layout import Layout, resolve_layout
@@ -45,7 +45,7 @@ __all__ = ["JobError", "Launch", "Place", "agree", "join", "leave", "report"]
 T = TypeVar("T")
 
 _START_SECONDS = 60.0
-"""How long a process that could not even read its run file waits for the others, to say so together with them."""
+"""The least time that processes have to start: importing from a shared disk may take longer than any step."""
 _SUSPECTS = 4
 
 
@@ -133,6 +133,7 @@ class Launch:
         collectives.barrier(self.mesh.world)
         self.assembly.close()
         dist.destroy_process_group()
+        forget_connections()
         _state.launch = _state.assembly = None
 
 
@@ -204,14 +205,16 @@ def _number(name: str, default: int) -> int:
 def _assemble(place: Place, timeout: float) -> Assembly:
     """The meeting of all ranks, at the address that the launcher gave."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    start = max(timeout, _START_SECONDS)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))  # type: ignore[no-untyped-call]
-        assembly = Assembly(store, place.rank, place.world, timeout, leader=place.local_rank == 0)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))  # type: ignore[no-untyped-call]
+        assembly = Assembly(store, place.rank, place.world, timeout, place.local_rank == 0, start)
     except MoesaicError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise CommunicationError(
-            f"Rank {place.rank}: nobody answers at {where} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
+            f"Rank {place.rank}: the {place.world} ranks could not meet at {where} (MASTER_ADDR and MASTER_PORT): "
+            f"{str(error).splitlines()[0]}"
         ) from error
     _state.assembly = assembly
     return assembly
@@ -243,7 +246,7 @@ def _take_device(place: Place) -> None:
     if here.kind == "cpu":
         return
     count = torch.accelerator.device_count()
-    if place.local_rank >= count:
+    if count > 1 and place.local_rank >= count:
         raise SpecError(
             f"this machine has {count} accelerator{'s' if count != 1 else ''}, but {place.local_world} processes: "
             f"start torchrun with --nproc-per-node {count}."

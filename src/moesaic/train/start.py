@@ -32,7 +32,9 @@ def initial_decoder(
         require_memory(spec, size, "with gradients and AdamW's moments")
     else:
         require_memory_of_rank(spec, mesh, size, "with gradients and AdamW's moments")
-    decoder = Decoder(spec, device=device().torch_device, mesh=mesh)
+    # What will be spread is made in main memory: a device has room for its share only.
+    sharded = mesh is not None and mesh.layout is not None and mesh.layout.sharding != "none"
+    decoder = Decoder(spec, device="cpu" if sharded else device().torch_device, mesh=mesh)
     decoder.init_weights(run.train.seed)
     if run.model.init == "hf":
         from moesaic.hf import import_weights

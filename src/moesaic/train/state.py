@@ -35,6 +35,7 @@ class TrainState:
         mesh = decoder.mesh
         decoder.dtype = dtype
         spread = Sharding(decoder, mesh, sharding, replicas, dtype)
+        decoder.to(device().torch_device)
         sums = None
         if mesh.world.size > 1:
             sums = GradientSums(mesh, spread.held)
@@ -42,7 +43,7 @@ class TrainState:
         return cls(decoder, optimizer, spread)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that training changes, by name: masters, rounded copies and buffers that are here."""
+        """Everything that training changes, by name: weights (the fp32 masters) and buffers that are here."""
         plain = {name: t for name, t in self.decoder.state_dict().items() if not isinstance(t, DTensor)}
         return {**plain, **self.optimizer.masters}
 

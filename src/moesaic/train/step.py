@@ -219,7 +219,9 @@ def _non_finite(
             for rank, name in enumerate(gather_objects(here, decoder.mesh.world))
             if name is not None
         ]
-        where = f"no gradient is finite of {', '.join(found[:4])}" if found else "all gradients are finite"
+        where = "all gradients are finite"
+        if found:
+            where = f"after the sums over ranks not finite: the gradient of {', of '.join(found[:4])}"
         return nonfinite.NonFiniteError(f"Step {step}: {what}: {where}.")
     optimizer.zero_grad()
     take_counts(decoder.routers())
