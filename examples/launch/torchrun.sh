@@ -18,6 +18,8 @@ set -euo pipefail
 : "${NODES:?set NODES to the number of machines}"
 [ $# -gt 0 ] || { echo "usage: HEAD=… NODES=… bash $0 RUN_FILE [--set table.key=value]…" >&2; exit 2; }
 
+# Machines that come in later find the others only with this.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # --resume goes on from the newest checkpoint in run.dir, and starts from nothing where there is none.
 exec ${TORCHRUN:-torchrun} \
   --nnodes "$NODES" --nproc-per-node "${PROCESSES:-gpu}" \

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from datetime import timedelta
@@ -97,6 +98,7 @@ def file_is_wrong() -> int:
 def rank_is_missing() -> int:
     if rank() == 1:
         die()
+    launch._START_SECONDS = 1.0
     joined("run.timeout_seconds=1")
     return 0
 
@@ -285,7 +287,11 @@ def main() -> None:
     port = os.read(reading, 16).decode()
     found = {}
     for name, case, size, environment in json.loads(sys.argv[1]):
-        found[name] = run_case(case, size, environment | {"MASTER_PORT": port})
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False":  # then rank 0 holds the store
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                environment["MASTER_PORT"] = str(free.getsockname()[1])
+        found[name] = run_case(case, size, {"MASTER_PORT": port} | environment)
     os.kill(keeper, signal.SIGKILL)
     print(json.dumps(found))
 

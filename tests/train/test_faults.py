@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import HANGS, STEPS, TIMEOUT, Job, job_folder
+from .jobs import HANGS, STEPS, Job, job_folder
 
 pytestmark = pytest.mark.slow
 
+TIMEOUT = 15
 LAYOUTS = {
     2: ("layout.ep=2", "layout.tp=2"),
     4: ("layout.pp=2", "layout.ep=2"),
@@ -56,7 +57,8 @@ def drawn(processes: int, kind: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
 def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, processes, folder):
     rank, step, collective = drawn(processes, kind)
-    job = Job(folder, f"{kind}-{processes}", processes, *LAYOUTS[processes], fault=f"{kind} {rank} {step} {collective}")
+    sets = (*LAYOUTS[processes], f"run.timeout_seconds={TIMEOUT if kind == 'stop' else 120}")
+    job = Job(folder, f"{kind}-{processes}", processes, *sets, fault=f"{kind} {rank} {step} {collective}")
     code = job.end()
     assert code != 0, job.said()
     lines = job.lines()

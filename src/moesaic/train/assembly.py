@@ -27,6 +27,7 @@ Facts = dict[str, Any]
 """What must be the same on all ranks, by a name that can stand in a sentence. Values are plain JSON data."""
 
 _POLL_SECONDS = 0.5
+_READ_SECONDS = 5.0
 _SHOWN = 4
 _ANSWERED = 8
 _LINES = 16
@@ -59,10 +60,18 @@ class Assembly:
     `session` sets the keys of this start apart from those of earlier starts, which the store may still hold.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float, leader: bool = True) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        leader: bool = True,
+        start_seconds: float | None = None,
+    ) -> None:
         self.rank, self.size, self.leader = rank, size, leader
         self.timeout_seconds = timeout_seconds
-        self.session = _meet(store, rank, size, timeout_seconds)
+        self.session = _meet(store, rank, size, start_seconds or timeout_seconds)
         self.store = dist.PrefixStore(self.session, store)
         self._phase = 0
         # A connection of its own: the main thread may be waiting on the other.
@@ -179,18 +188,31 @@ class Assembly:
         key = f"phase/{self._phase}"
         if self.rank != 0:
             self.store.set(f"{key}/{self.rank}", json.dumps(mine))
-            return json.loads(self._get(f"{key}/verdict", 0))
+            verdict = json.loads(self._get(f"{key}/verdict", 0))
+            if verdict and "error" in verdict:
+                self.store.set(f"{key}/read/{self.rank}", "1")
+            return verdict
         by_rank = {0: mine}
         for rank in range(1, self.size):
             try:
                 by_rank[rank] = json.loads(self._get(f"{key}/{rank}", rank))
             except CommunicationError as error:
                 lost = f"{error} All ranks wait for {what}."
-                self.store.set(f"{key}/verdict", json.dumps({"error": lost, "code": error.exit_code}))
+                self._publish(key, {"error": lost, "code": error.exit_code})
                 raise JobError(lost, error.exit_code) from error
         verdict = judge(by_rank)
-        self.store.set(f"{key}/verdict", json.dumps(verdict))
+        self._publish(key, verdict)
         return verdict
+
+    def _publish(self, key: str, verdict: Any) -> None:
+        """Give all ranks the verdict. Where it is the end, wait a little until they have it: the store may end too."""
+        self.store.set(f"{key}/verdict", json.dumps(verdict))
+        if verdict and "error" in verdict:
+            deadline = time.monotonic() + _READ_SECONDS
+            readers = [f"{key}/read/{rank}" for rank in range(1, self.size)]
+            for _ in _pauses():
+                if self.store.check(readers) or time.monotonic() > deadline:
+                    return
 
     def _get(self, key: str, rank: int) -> bytes:
         """The value that `rank` sets. Waits as long as that rank lives."""
@@ -310,9 +332,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> st
                 return session
         if time.monotonic() > deadline:
             break
-    raise CommunicationError(
-        f"Rank {rank}: rank 0 did not start within {timeout_seconds:g} s (run.timeout_seconds): look at its log."
-    )
+    raise CommunicationError(f"Rank {rank}: rank 0 did not start within {timeout_seconds:g} s: look at its log.")
 
 
 def _welcome(store: dist.Store, size: int, session: str, deadline: float, timeout_seconds: float) -> str:
@@ -332,8 +352,7 @@ def _welcome(store: dist.Store, size: int, session: str, deadline: float, timeou
         if time.monotonic() > deadline:
             break
     sentence = (
-        f"{_ranks(missing)} of {size} did not start within {timeout_seconds:g} s (run.timeout_seconds): look at the "
-        "logs of their machines."
+        f"{_ranks(missing)} of {size} did not start within {timeout_seconds:g} s: look at the logs of their machines."
     )
     lost = JobError(sentence, CommunicationError.exit_code)
     # Those that are here wait for the first verdict.
