@@ -201,6 +201,32 @@ def test_global_loss_uses_the_counts_of_the_step() -> None:
     assert ours.item() == pytest.approx(float(4 * (0.25 * mean[0] + 0.75 * mean[3])) * 5 / 20, rel=1e-5)
 
 
+def test_global_loss_of_given_counts_does_not_depend_on_how_rows_are_grouped() -> None:
+    """Rows with more and with fewer trained tokens, some of them filled up."""
+    router = _router(6, 2)
+    router.step_counts.copy_(torch.tensor([7, 1, 0, 3, 5, 4]))
+    logits = torch.randn(4 * 5, 6, generator=torch.Generator().manual_seed(0))
+    trained = torch.tensor([5, 2, 4, 0])
+    documents = torch.zeros(4, 5, dtype=torch.int64)
+    documents[1, 3:] = documents[3, 1:] = -1
+
+    def total(rows: int) -> float:
+        found = 0.0
+        for first in range(0, 4, rows):
+            here = slice(first, first + rows)
+            part = logits.view(4, 5, 6)[here].flatten(0, 1)
+            routing = Routing(part.topk(2).indices, torch.ones(len(part), 2), part)
+            sequences = Sequences(rows, 5, documents=documents[here])
+            terms = routing_losses(
+                [(router, routing)], LossWeights(global_aux=1.0), trained[here], 11, sequences, Mesh.single()
+            )
+            found += float(terms["global_aux"])
+        return found
+
+    assert total(1) == pytest.approx(total(4), rel=1e-6)
+    assert total(2) == pytest.approx(total(4), rel=1e-6)
+
+
 def test_z_loss_is_the_mean_square_of_log_partition() -> None:
     routing = _routing([[0], [1], [1]], 4, 2.0)
     ours = _terms([(_router(4, 1), routing)], LossWeights(z=1.0), torch.tensor([3]), 6)["z"]

@@ -189,9 +189,9 @@ def routing_losses(
     `trained_B` [B]: trained tokens per row, over whole rows. `layers`: mixture layers of the model, where some are on
     other pipeline stages. Terms: `z`, the mean squared log-sum-exp of logits (ST-MoE, arXiv 2202.08906, equation 5),
     and `sequence_aux` (DeepSeek-V3, arXiv 2412.19437, equation 17), both over each row and weighted by the row's share,
-    so that they do not depend on how rows are put into micro-batches; `batch_aux` over the micro-batch and
-    `global_aux`, whose shares of choices are those of the step so far over all ranks (arXiv 2501.11873), which by their
-    definition do.
+    so that they do not depend on how rows are put into micro-batches; `global_aux` (arXiv 2501.11873), weighted in the
+    same way, whose shares of choices are those of the step so far over all ranks, so that it depends only on how many
+    rows there are between two looks at them; and `batch_aux` over the micro-batch, which by its definition does depend.
 
     Each rank has its own tokens' part of these terms: shares of choices are summed over the ranks that hold other parts
     of the rows, and what is left is a sum over tokens. Each layer has its own loss. One loss over the pooled choices of
@@ -230,7 +230,8 @@ def routing_losses(
             terms.setdefault("sequence_aux", []).append((losses_B * trained_B).sum() / step_tokens)
         if weights.global_aux:
             so_far = step_counts[number] if router.training else counts_E
-            terms.setdefault("global_aux", []).append(balance_loss(mean_E, so_far) * share)
+            losses_B = balance_loss(mean_BE, so_far)
+            terms.setdefault("global_aux", []).append((losses_B * trained_B).sum() / step_tokens)
     if layers is None or layers == len(routers):
         return {name: torch.stack(each).mean() for name, each in terms.items()}
     return {name: torch.stack(each).sum() / layers for name, each in terms.items()}
