@@ -22,6 +22,9 @@ from moesaic.train.state import TrainState
 from moesaic.train.step import StepResult, train_step
 
 LR = 1e-3
+EPS = 1e-4
+"""AdamW's ε. Far below typical gradients, and far above what rounding leaves of those that are nearly zero: their first
+update would turn it into a difference of weights as large as the learning rate."""
 TIMEOUT_SECONDS = 300.0
 """Longest wait of a group: many processes share few cores."""
 
@@ -73,7 +76,7 @@ def start(name: str, mesh: Mesh, keys: Mapping[str, Any], plan: Plan, dtype: tor
         decoder.enable_select_bias()
     if plan.prepare is not None:
         plan.prepare(decoder)
-    return TrainState.of(decoder, dtype, sharding=table.sharding, replicas=table.replicas, eps=1e-6)
+    return TrainState.of(decoder, dtype, sharding=table.sharding, replicas=table.replicas, eps=EPS)
 
 
 def own_batches(mesh: Mesh, keys: Mapping[str, Any], plan: Plan, step: int) -> list[Batch]:
