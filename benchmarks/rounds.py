@@ -195,7 +195,8 @@ class Worker:
             pass
         self._child = None
         while (answer := self.receive(60.0)) and "ended from outside" not in answer.get("error", ""):
-            pass
+            if self.process.poll() is not None:  # nothing more will come, as after a signal to the whole job
+                break
 
     def stop(self) -> None:
         self.end()

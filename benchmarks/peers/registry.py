@@ -85,6 +85,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "megatron": ("megatron-core==0.19.2", "triton", "einops"),
     "deepspeed": ("deepspeed==0.19.8", "hjson", "py-cpuinfo", "psutil", "einops", "msgpack", "ninja"),
+    "transformers": ("accelerate", "psutil"),  # without accelerate it lays out no model over several ranks
     "automodel": ("nemo-automodel==0.7.0",),
     "litgpt": (
         "litgpt==0.5.13",

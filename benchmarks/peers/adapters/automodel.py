@@ -12,7 +12,7 @@ from benchmarks.peers.workload import LayerShape, LayerWeights, StepShape
 IMPORTS = ("nemo_automodel.components.moe.layers", "nemo_automodel.components.models.qwen3_moe.model")
 
 
-def _config(shape: LayerShape | StepShape, dtype: torch.dtype) -> tuple[Any, Any]:
+def moe_config(shape: LayerShape | StepShape, dtype: torch.dtype) -> tuple[Any, Any]:
     from nemo_automodel.components.models.common.utils import BackendConfig
     from nemo_automodel.components.moe.config import MoEConfig
 
@@ -43,7 +43,7 @@ def _config(shape: LayerShape | StepShape, dtype: torch.dtype) -> tuple[Any, Any
 def layer(shape: LayerShape, dtype: torch.dtype, variant: str) -> Layer:
     from nemo_automodel.components.moe.layers import MoE
 
-    moe = MoE(*_config(shape, dtype)).to(dtype).train()
+    moe = MoE(*moe_config(shape, dtype)).to(dtype).train()
 
     def load(weights: LayerWeights) -> None:
         put(moe.gate.weight, weights.router)
@@ -61,7 +61,7 @@ def model(shape: StepShape, dtype: torch.dtype, variant: str) -> Model:
     import nemo_automodel.components.models.qwen3_moe.model as qwen3_moe
     from transformers import Qwen3MoeConfig
 
-    moe, backend = _config(shape, dtype)
+    moe, backend = moe_config(shape, dtype)
     if not torch.cuda.is_available():  # it names a CUDA device for its rotary cache
         torch.cuda.current_device = lambda: 0
         rotary = qwen3_moe.RotaryEmbedding

@@ -12,7 +12,7 @@ from benchmarks.peers.workload import LayerShape, LayerWeights, StepShape
 IMPORTS = ("transformers.models.mixtral.modeling_mixtral",)
 
 
-def _config(shape: LayerShape | StepShape, variant: str) -> Any:
+def config(shape: LayerShape | StepShape, variant: str) -> Any:
     from transformers import MixtralConfig
 
     step = shape if isinstance(shape, StepShape) else None
@@ -35,8 +35,7 @@ def _config(shape: LayerShape | StepShape, variant: str) -> Any:
 def layer(shape: LayerShape, dtype: torch.dtype, variant: str) -> Layer:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    config = _config(shape, variant)
-    block = MixtralSparseMoeBlock(config).to(dtype).train()
+    block = MixtralSparseMoeBlock(config(shape, variant)).to(dtype).train()
 
     def load(weights: LayerWeights) -> None:
         put(block.gate.weight, weights.router)
@@ -52,9 +51,9 @@ def layer(shape: LayerShape, dtype: torch.dtype, variant: str) -> Layer:
 def model(shape: StepShape, dtype: torch.dtype, variant: str) -> Model:
     from transformers import MixtralForCausalLM
 
-    config = _config(shape, variant)
-    config._attn_implementation = "sdpa"
-    mixtral = MixtralForCausalLM._from_config(config, experts_implementation=variant)
+    settings = config(shape, variant)
+    settings._attn_implementation = "sdpa"
+    mixtral = MixtralForCausalLM._from_config(settings, experts_implementation=variant)
     chosen = mixtral.config._experts_implementation
     initialise(mixtral, dtype)
     return Model(

@@ -1,7 +1,7 @@
 """Megatron-Core: MoELayer and GPTModel from its local spec (no Transformer Engine), all-to-all dispatcher, one process.
 
 It has no CPU path: streams, events and the CUDA random state are asked for while its modules are built and run. Where
-there is no GPU, `_without_cuda` puts objects that do nothing in their places.
+there is no GPU, `without_cuda` puts objects that do nothing in their places.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class _Idle:
         return lambda *args, **kwargs: _Idle()
 
 
-def _without_cuda() -> None:
+def without_cuda() -> None:
+    """Puts idle objects in the places of CUDA's streams, events, random states and devices, for the whole process."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     cuda, cpu = torch.cuda, torch.device("cpu")
@@ -74,65 +75,75 @@ def _without_cuda() -> None:
     exchange = dist.all_to_all_single
 
     def all_to_all_single(
-        output: Tensor, input: Tensor, output_splits: Any = None, input_splits: Any = None, **rest: Any
+        output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
     ):
         def as_list(splits: Any) -> Any:
             return splits.tolist() if isinstance(splits, Tensor) else splits
 
-        return exchange(output, input, as_list(output_splits), as_list(input_splits), **rest)
+        return exchange(output, input, as_list(output_split_sizes), as_list(input_split_sizes), **rest)
 
     dist.all_to_all_single = all_to_all_single
 
 
-def _config_and_spec(shape: LayerShape | StepShape, dtype: torch.dtype, grouped: bool) -> tuple[Any, Any]:
+def _start() -> None:
     one_process_group()
     if not torch.cuda.is_available():
-        _without_cuda()
+        without_cuda()
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=1)
     model_parallel_cuda_manual_seed(1)
+
+
+def config_and_spec(shape: LayerShape | StepShape, dtype: torch.dtype, grouped: bool, **more: Any) -> tuple[Any, Any]:
+    """Its TransformerConfig, with `more` in place of what stands here, and the spec of one layer."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
     step = shape if isinstance(shape, StepShape) else None
-    config = TransformerConfig(
-        num_layers=step.layers if step else 1,
-        hidden_size=shape.hidden,
-        num_attention_heads=step.heads if step else 8,
-        ffn_hidden_size=shape.ffn,
-        moe_ffn_hidden_size=shape.ffn,
-        num_moe_experts=shape.experts,
-        moe_router_topk=shape.topk,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=grouped,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=True,
+    settings = {
+        "num_layers": step.layers if step else 1,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": step.heads if step else 8,
+        "ffn_hidden_size": shape.ffn,
+        "moe_ffn_hidden_size": shape.ffn,
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.topk,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": grouped,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": True,
         # Fusions that exist as CUDA extensions only.
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    config = TransformerConfig(**{**settings, **more})
     spec = get_gpt_layer_local_spec(num_experts=shape.experts, moe_grouped_gemm=grouped, normalization="RMSNorm")
     return config, spec
 
 
 def layer(shape: LayerShape, dtype: torch.dtype, variant: str) -> Layer:
+    _start()
+    return build_layer(*config_and_spec(shape, dtype, variant == "grouped"))
+
+
+def build_layer(config: Any, spec: Any) -> Layer:
     from megatron.core.transformer.spec_utils import build_module
 
-    config, spec = _config_and_spec(shape, dtype, variant == "grouped")
     builder = spec.submodules.mlp
     moe = build_module(builder, config=config) if hasattr(builder, "module") else builder(config=config)
-    moe.to(dtype).train()
+    moe.to(config.params_dtype).train()
 
     def load(weights: LayerWeights) -> None:
         put(moe.router.weight, weights.router)
@@ -149,7 +160,8 @@ def layer(shape: LayerShape, dtype: torch.dtype, variant: str) -> Layer:
 def model(shape: StepShape, dtype: torch.dtype, variant: str) -> Model:
     from megatron.core.models.gpt import GPTModel
 
-    config, spec = _config_and_spec(shape, dtype, variant == "grouped")
+    _start()
+    config, spec = config_and_spec(shape, dtype, variant == "grouped")
     gpt = GPTModel(
         config,
         spec,
