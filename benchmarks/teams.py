@@ -43,7 +43,9 @@ class Team:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         environment["OMP_NUM_THREADS"] = str(threads)
         self.ranks, self.log = ranks, log
-        self._folder = tempfile.TemporaryDirectory(prefix="moesaic-team-")
+        self._folder = tempfile.TemporaryDirectory(prefix="moesaic-team-", ignore_cleanup_errors=True)
+        # A child that is ended while it compiles must not leave half a library to others.
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(self._folder.name) / "inductor")
         path = Path(self._folder.name) / "link"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
