@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
@@ -51,11 +52,28 @@ def pipelines(pp: int, mtp: bool) -> Iterator[Keys]:
                 yield {"virtual_stages": virtual, "schedule": schedule, "stages": text, "shape": name or "even"}
 
 
+@dataclass(frozen=True)
+class Case:
+    """Degrees in the order of AXES, the rest of [layout], and the pairs that are met."""
+
+    degrees: tuple[int, ...]
+    keys: Keys
+    pairs: tuple[Pair, ...]
+
+    @property
+    def table(self) -> Keys:
+        """What stands in [layout], defaults left out."""
+        default = LayoutTable()
+        spread = {axis: degree for axis, degree in zip(AXES, self.degrees, strict=True) if axis not in ("dp", "edp")}
+        table = spread | {key: value for key, value in self.keys.items() if key != "shape"}
+        return {key: value for key, value in table.items() if value != getattr(default, key)}
+
+
 @functools.cache
-def options(name: str, world: int) -> dict[tuple[int, ...], list[Keys]]:
+def options(name: str, world: int) -> dict[tuple[int, ...], list[Case]]:
     """For each legal choice of degrees of the tiny model `name`, all legal choices of the rest that do something."""
     spec = models.model(name)
-    found: dict[tuple[int, ...], list[Keys]] = {}
+    found: dict[tuple[int, ...], list[Case]] = {}
     for pp in (1, 2, 4, 8):
         for cp_kind, pipeline, order, (sharding, replicas), micro_batch in product(
             ("ulysses", "ring"), pipelines(pp, bool(spec.mtp)), ("pp-outer", "dp-outer"), SHARDING, (1, 2, 4)
@@ -69,9 +87,10 @@ def options(name: str, world: int) -> dict[tuple[int, ...], list[Keys]]:
             limits = {"seq_len": models.SEQ_LEN, "global_batch": models.GLOBAL_BATCH, "table": table}
             for layout in legal_layouts(spec, world, pp=pp, **limits):
                 if layout.pp == pp and _matters(layout, keys):
-                    dispatchers = ("allgather", "alltoall") if layout.ep * layout.etp > 1 else ("auto",)
-                    of_these = found.setdefault(degrees(layout), [])
-                    of_these.extend(keys | {"dispatcher": dispatcher} for dispatcher in dispatchers)
+                    chosen = tuple(getattr(layout, axis) for axis in AXES)
+                    for dispatcher in ("allgather", "alltoall") if layout.ep * layout.etp > 1 else ("auto",):
+                        these = keys | {"dispatcher": dispatcher}
+                        found.setdefault(chosen, []).append(Case(chosen, these, _pairs(chosen, these)))
     return found
 
 
@@ -83,11 +102,6 @@ def _matters(layout: Layout, keys: Keys) -> bool:
         and (min(layout.pp, layout.dp) > 1 or keys["order"] == "pp-outer")
         and (copies > keys.get("replicas", 1) or keys["sharding"] == "none")
     )
-
-
-def degrees(layout: Layout) -> tuple[int, ...]:
-    """The degrees of a layout, in the order of AXES."""
-    return tuple(getattr(layout, axis) for axis in AXES)
 
 
 def values(chosen: tuple[int, ...], keys: Keys) -> list[str]:
@@ -107,71 +121,61 @@ def values(chosen: tuple[int, ...], keys: Keys) -> list[str]:
     return [f"{option}={keys[option]}" for option, does in acts.items() if does]
 
 
-def pairs(chosen: tuple[int, ...], keys: Keys) -> set[Pair]:
+def _pairs(chosen: tuple[int, ...], keys: Keys) -> tuple[Pair, ...]:
     """Value beside degree above one, and value beside value."""
     tried = values(chosen, keys)
     wide = [axis for axis, degree in zip(AXES, chosen, strict=True) if degree > 1]
-    return {(value, axis) for value in tried for axis in wide} | set(combinations(tried, 2))
+    return (*product(tried, wide), *combinations(tried, 2))
+
+
+def every(name: str, world: int) -> list[Case]:
+    """All legal layouts."""
+    return [case for each in options(name, world).values() for case in each]
 
 
 @functools.cache
-def all_pairs(name: str, world: int) -> frozenset[Pair]:
-    """All pairs that some legal layout meets."""
-    return frozenset().union(
-        *(pairs(chosen, keys) for chosen, choices in options(name, world).items() for keys in choices)
-    )
-
-
-@functools.cache
-def plan(name: str, world: int) -> tuple[tuple[tuple[int, ...], Keys], ...]:
+def plan(name: str, world: int) -> tuple[Case, ...]:
     """At least one layout for each choice of degrees, and more until every pair is met; the same on every call."""
     choices = options(name, world)
+    legal = {pair for case in every(name, world) for pair in case.pairs}
     met: Counter[Pair] = Counter()
-    found: list[tuple[tuple[int, ...], Keys]] = []
-    while len(found) < len(choices) or met.keys() != all_pairs(name, world):
+    found: list[Case] = []
+    while not found or met.keys() != legal:
         first = not found
         # Degrees with the least freedom choose first: the others have more ways to make up for it.
         for chosen in sorted(choices, key=lambda each: (len(choices[each]), each)):
-            best = max(choices[chosen], key=lambda keys: _gain(pairs(chosen, keys), met))
-            if first or not pairs(chosen, best) <= met.keys():
-                met.update(pairs(chosen, best))
-                found.append((chosen, best))
+            best = max(choices[chosen], key=lambda case: _gain(case, met))
+            if first or _gain(best, met)[0]:
+                met.update(best.pairs)
+                found.append(best)
     return tuple(found)
 
 
 def cases(name: str, world: int) -> list[Keys]:
     """`plan` as keys of [layout]; of one process, everything that there is to choose."""
-    return [written(*case) for case in (plan(name, world) if world > 1 else every(name, world))]
-
-
-def every(name: str, world: int) -> list[tuple[tuple[int, ...], Keys]]:
-    """All legal layouts."""
-    return [(chosen, keys) for chosen, each in options(name, world).items() for keys in each]
-
-
-def _gain(tried: set[Pair], met: Counter[Pair]) -> tuple[int, float]:
-    """How many pairs are new, then how rare the others are."""
-    return len(tried - met.keys()), sum(1 / (1 + met[pair]) for pair in sorted(tried))
+    return [case.table for case in (plan(name, world) if world > 1 else every(name, world))]
 
 
 def few(name: str, world: int, count: int) -> list[Keys]:
-    """`count` layouts that meet as many pairs as so many can."""
+    """`count` layouts with few micro-batches, in turn without and with a pipeline, that meet as many pairs as so many
+    can."""
+    legal: dict[bool, list[Case]] = {False: [], True: []}
+    for case in every(name, world):
+        if case.keys["micro_batch"] > 1:
+            legal[case.degrees[0] > 1].append(case)
     met: Counter[Pair] = Counter()
-    legal = every(name, world)
     found = []
-    for _ in range(count):
-        case = max(legal, key=lambda case: _gain(pairs(*case), met))
-        met.update(pairs(*case))
-        found.append(written(*case))
+    for number in range(count):
+        best = max(legal[number % 2 == 1], key=lambda case: _gain(case, met))
+        met.update(best.pairs)
+        found.append(best.table)
     return found
 
 
-def written(chosen: tuple[int, ...], keys: Keys) -> Keys:
-    """What stands in [layout], defaults left out."""
-    default = LayoutTable()
-    spread = {axis: degree for axis, degree in zip(AXES, chosen, strict=True) if axis not in ("dp", "edp")}
-    table = spread | {key: value for key, value in keys.items() if key != "shape"}
-    return {key: value for key, value in table.items() if value != getattr(default, key)}
+def _gain(case: Case, met: Counter[Pair]) -> tuple[int, float]:
+    """How many pairs are new, then how rare the others are."""
+    times = [met[pair] for pair in case.pairs]
+    return times.count(0), sum(1 / (1 + n) for n in times)
 
 
 def layout_of(name: str, keys: Keys, world: int) -> Layout:

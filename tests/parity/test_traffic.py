@@ -282,35 +282,44 @@ def step_traffic(rank: int, keys: dict[str, Any]) -> tuple[Sent, dict[str, Any]]
     trainer = runs.start("mixtral", mesh, keys, CALM)
     with meter() as traffic:
         runs.step("mixtral", trainer, runs.own_batches(mesh, keys, CALM, 1), CALM, 1)
-    cuts = trainer.decoder.cuts
-    elements = {name: torch.Size(cut.local_shape).numel() for name, cut in cuts.items()}
-    rows = {name: cut.local_shape[0] for name, cut in cuts.items()}
-    experts = {name for name, cut in cuts.items() if cut.expert}
-    return sent(traffic), {"elements": elements, "rows": rows, "experts": experts}
+    kinds = {
+        name: "expert" if c.expert else "whole" if c.is_whole else "cut" for name, c in trainer.decoder.cuts.items()
+    }
+    shapes = {name: cut.local_shape for name, cut in trainer.decoder.cuts.items()}
+    return sent(traffic), {"kinds": kinds, "shapes": shapes, "routers": len(trainer.decoder.routers())}
+
+
+def elements(about: dict[str, Any], kind: str) -> int:
+    """How many elements a rank holds of one kind of parameters."""
+    return sum(torch.Size(about["shapes"][name]).numel() for name, each in about["kinds"].items() if each == kind)
 
 
 @pytest.mark.parametrize(
-    ("keys", "dense_group", "expert_group"),
+    ("keys", "stage", "data", "edp"),
     [
-        ({}, ("data", 4), ("edp", 4)),
-        ({"ep": 2, "dispatcher": "allgather"}, ("data", 4), ("edp", 2)),
-        ({"ep": 4, "dispatcher": "allgather"}, ("data", 4), None),
-        ({"cp": 2, "ep": 2, "dispatcher": "allgather"}, ("data", 4), ("edp", 2)),
-        ({"pp": 2}, ("data", 2), ("edp", 2)),
+        ({}, 4, 4, 4),
+        ({"ep": 2, "dispatcher": "allgather"}, 4, 4, 2),
+        ({"ep": 4, "dispatcher": "allgather"}, 4, 4, 1),
+        ({"cp": 2, "ep": 2, "dispatcher": "allgather"}, 4, 4, 2),
+        ({"tp": 2, "ep": 2, "dispatcher": "allgather"}, 4, 2, 2),
+        ({"cp": 2, "tp": 2}, 4, 2, 4),
+        ({"pp": 2}, 2, 2, 2),
     ],
 )
-def test_gradients_are_summed_with_2p_n_minus_1_over_n(
-    keys: dict[str, Any], dense_group: tuple[str, int], expert_group: tuple[str, int] | None
-) -> None:
-    keys = {"micro_batch": 1, **keys}
-    for traffic, about in ranks(4).run(step_traffic, keys):
-        wanted = dict.fromkeys((dense_group[0], *(expert_group or ())[:1]), 0)
-        for group, is_expert in ((dense_group, False), (expert_group, True)):
-            if group is not None:
-                p = sum(n for name, n in about["elements"].items() if (name in about["experts"]) == is_expert)
-                wanted[group[0]] += 2 * p * FP32 * (group[1] - 1) // group[1]
-        found = {group: traffic.get(("all-reduce", group), 0) for group in wanted}
-        assert found == wanted
+def test_gradients_are_summed_with_2p_n_minus_1_over_n(keys: dict[str, Any], stage: int, data: int, edp: int) -> None:
+    """Whole parameters over all ranks of a stage, what tensor parallelism cuts over dp·cp, experts over edp. The counts
+    of each router's E experts are summed over the stage too."""
+
+    def summed(count: int, size: int, n: int) -> int:
+        return 2 * count * size * (n - 1) // n
+
+    for traffic, about in ranks(4).run(step_traffic, {"micro_batch": 1, **keys}):
+        wanted = {
+            "stage": summed(elements(about, "whole"), FP32, stage) + summed(about["routers"] * E, INT64, stage),
+            "data": summed(elements(about, "cut"), FP32, data),
+            "edp": summed(elements(about, "expert"), FP32, edp),
+        }
+        assert {group: traffic.get(("all-reduce", group), 0) for group in wanted} == wanted
 
 
 GATHERS = {"optimizer": (1, 1), "gradients": (1, MICRO_BATCHES), "parameters": (2 * MICRO_BATCHES, MICRO_BATCHES)}
@@ -324,13 +333,10 @@ def test_sharded_state_sends_p_n_minus_1_over_n_per_gather_and_per_scatter(level
     keys = {"micro_batch": 1, "sharding": level, "ep": ep, "dispatcher": "allgather" if ep > 1 else "auto"}
     gathers, scatters = GATHERS[level]
     for traffic, about in ranks(4).run(step_traffic, keys):
-        for group, n, is_expert in (("data", 4, False), ("edp", 4 // ep, True)):
-            padded = sum(
-                count // rows * (-(-rows // n) * n)
-                for name, rows in about["rows"].items()
-                if (count := about["elements"][name]) and (name in about["experts"]) == is_expert
-            )
-            once = padded * (n - 1) // n * FP32
+        for group, n, kind in (("data", 4, "whole"), ("edp", 4 // ep, "expert")):
+            shapes = [about["shapes"][name] for name, each in about["kinds"].items() if each == kind]
+            filled = sum(-(-rows // n) * n * torch.Size(rest).numel() for rows, *rest in shapes)
+            once = filled * (n - 1) // n * FP32
             assert traffic["all-gather", group] == gathers * once
             assert traffic["reduce-scatter", group] == scatters * once
             assert ("all-reduce", group) not in traffic
