@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 LIMIT_SECONDS = 600.0
-"""How long one function may take; the groups' own limit is shorter, so that a hang is named by the rank that sees it."""
+"""How long one function may take; groups have a shorter limit, so that a hang is named by the rank that sees it."""
 GROUP_SECONDS = 120.0
 
 

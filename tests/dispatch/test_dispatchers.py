@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ranks import ranks
 from torch import Tensor
 
 from moesaic.dispatch import make_dispatcher
@@ -22,6 +21,7 @@ from moesaic.mesh.traffic import Traffic, meter
 from moesaic.model.experts import Experts
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
+from tests.ranks import ranks
 
 
 @dataclass(frozen=True)

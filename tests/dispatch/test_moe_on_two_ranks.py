@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import ranks
 from torch import Tensor
 
 from moesaic.mesh.cut import cut_of
@@ -19,6 +18,7 @@ from moesaic.model.init import init_weights
 from moesaic.model.moe import Moe
 from moesaic.spec.layout import single
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
+from tests.ranks import ranks
 
 HIDDEN, EXPERTS, BATCH, OWN = 6, 4, 3, 4
 """OWN tokens of each of BATCH rows are on each rank."""

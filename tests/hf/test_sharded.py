@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.meshes import layouts_by_share, mesh_of
 from tiny_models import TINY_MODELS
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from moesaic.mesh.cut import Piece as Part
 from moesaic.model.decoder import Decoder
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.model import ModelSpec
+from tests.meshes import layouts_by_share, mesh_of
 
 BY_NAME = {tiny.name: tiny for tiny in TINY_MODELS}
 GPT_OSS_MXFP4 = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "layer_types": ["full_attention"]}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ranks import ranks
 
 from moesaic.mesh.group import Group
 from moesaic.mesh.traffic import meter
@@ -19,6 +18,7 @@ from moesaic.model.context import all_context_places
 from moesaic.model.ring import attend_in_ring, ring_attention
 from moesaic.model.ring_plan import Block, ring_plan
 from moesaic.model.sequences import Sequences
+from tests.ranks import ranks
 
 SCALE = 0.6
 

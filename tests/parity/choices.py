@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from tests.parity import models
-
 from moesaic.spec.layout import Layout, legal_layouts, resolve_layout
 from moesaic.spec.legal import option_rules
 from moesaic.spec.tables import LayoutTable
+from tests.parity import models
 
 Keys = dict[str, Any]
 """Keys of [layout]."""

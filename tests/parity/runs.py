@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tests.parity import choices, models
 from torch import Tensor
 
 from moesaic.mesh.collectives import gather_objects
@@ -20,6 +19,7 @@ from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.state import TrainState
 from moesaic.train.step import StepResult, train_step
+from tests.parity import choices, models
 
 LR = 1e-3
 EPS = 1e-4

@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
-from tests.parity import choices, models, runs
-from tests.parity.choices import Keys
-from tests.ranks import RankError, ranks
 
 from moesaic.spec.layout import legal_layouts
 from moesaic.spec.tables import LayoutTable
+from tests.parity import choices, models, runs
+from tests.parity.choices import Keys
+from tests.ranks import RankError, ranks
 
 TOLERANCE = 1e-5
 MODELS = sorted(models.CONFIGS)

@@ -15,16 +15,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
-from tests.parity import choices, models, runs
-from tests.parity.choices import Keys
-from tests.parity.runs import Plan, Record
-from tests.ranks import ranks
 from torch import Tensor
 
 from moesaic.mesh.collectives import gather_objects
 from moesaic.mesh.group import Group
 from moesaic.train import checkpoint
 from moesaic.train.state import TrainState
+from tests.parity import choices, models, runs
+from tests.parity.choices import Keys
+from tests.parity.runs import Plan, Record
+from tests.ranks import ranks
 
 TOLERANCE = 1e-5
 PLAN = Plan(steps=3)

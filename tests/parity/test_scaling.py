@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import models, runs
-from tests.parity.runs import Plan, Record
-from tests.ranks import ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +19,9 @@ from moesaic.model.layer import Layer
 from moesaic.model.losses import IGNORED, LossWeights
 from moesaic.train.data import Batch
 from moesaic.train.stages import Work
+from tests.parity import models, runs
+from tests.parity.runs import Plan, Record
+from tests.ranks import ranks
 
 TOLERANCE = 1e-5
 ONE_STEP = Plan(steps=1)

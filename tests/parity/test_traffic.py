@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import models, runs
-from tests.parity.runs import Plan
-from tests.ranks import ranks
 from torch import Tensor
 
 from moesaic.dispatch import make_dispatcher
@@ -25,6 +22,9 @@ from moesaic.model.mla import LatentAttention
 from moesaic.model.mlp import Mlp
 from moesaic.model.sequences import Sequences
 from moesaic.spec.model import AttentionSpec, MlpSpec
+from tests.parity import models, runs
+from tests.parity.runs import Plan
+from tests.ranks import ranks
 
 Sent = dict[tuple[str, str], int]
 """Bytes by (collective, group)."""

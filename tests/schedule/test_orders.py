@@ -7,11 +7,11 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.simulate import DeadlockError, simulate
 
 from moesaic.schedule.orders import Action, pipeline_order, pipeline_orders, received, sent, splits_backward
 from moesaic.schedule.pipeline import UNREAD
 from moesaic.spec.errors import SpecError
+from tests.schedule.simulate import DeadlockError, simulate
 
 ENDLESS = 10**9
 

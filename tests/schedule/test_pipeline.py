@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import ranks
 from torch import Tensor, nn
 
 from moesaic.mesh import collectives
@@ -21,6 +20,7 @@ from moesaic.model.kernels import linear
 from moesaic.schedule.orders import Action, pipeline_order, splits_backward
 from moesaic.schedule.pipeline import run_pipeline
 from moesaic.spec.errors import MoesaicError
+from tests.ranks import ranks
 
 DTYPE = torch.float64
 

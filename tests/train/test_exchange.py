@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.ranks import ranks
 from torch import Tensor
 
 from moesaic.hf import export_decoder
@@ -26,6 +25,7 @@ from moesaic.train.checkpoint import CheckpointError, describe, model_state, sav
 from moesaic.train.exchange import export_checkpoint
 from moesaic.train.sharded_state import Shards, shards_of
 from moesaic.train.stored import StoredModel
+from tests.ranks import ranks
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.train.launched import RUN
 
 import moesaic
 from moesaic.mesh.group import Group
@@ -18,6 +17,7 @@ from moesaic.spec.run import parse_run
 from moesaic.spec.toml import read_toml
 from moesaic.train import launch
 from moesaic.train.assembly import difference
+from tests.train.launched import RUN
 
 SIZES = {
     **dict.fromkeys(("illegal", "lr_differs", "code_differs", "leaders", "stops_in_step"), 4),

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ranks import Ranks, ranks
 from torch import Tensor
 
 from moesaic.mesh.cut import Box, Cut, Piece
@@ -30,6 +29,7 @@ from moesaic.spec.families import load_model_spec
 from moesaic.train import checkpoint
 from moesaic.train.checkpoint import CheckpointError, Checkpoints, damage, load_model_checkpoint, read, saved_names
 from moesaic.train.sharded_state import Shards, rng_entry, rng_to_read, shards_of
+from tests.ranks import Ranks, ranks
 
 FLOAT = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _groups: dict[int, Group] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.meshes import layouts_by_share, mesh_of
 
 from moesaic.hf import export_decoder
 from moesaic.mesh.cut import Cut
@@ -14,6 +13,7 @@ from moesaic.spec.families import load_model_spec
 from moesaic.train import loop
 from moesaic.train.checkpoint import save_model_checkpoint
 from moesaic.train.upcycle import load_dense, upcycle
+from tests.meshes import layouts_by_share, mesh_of
 
 SIZES = {
     "vocab_size": 257,
