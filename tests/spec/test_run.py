@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moesaic.spec.errors import SpecError
 from moesaic.spec.keys import all_keys
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.run import RunSpec, explain, load_run, parse_run, require_single_process, resolve_balance
+from moesaic.spec.run import RunSpec, explain, load_run, parse_run, resolve_balance
 from moesaic.spec.tables import TABLES
 from moesaic.spec.toml import parse_override, write_toml
 
@@ -213,28 +213,6 @@ def test_overrides_of_another_form(text: str) -> None:
 def test_override_of_an_unknown_table() -> None:
     with pytest.raises(SpecError, match=r"--set trian.steps=3.*'train'"):
         parse_run({}, ["trian.steps=3"])
-
-
-@pytest.mark.parametrize(
-    ("layout", "parts"),
-    [
-        ({"ep": 8}, ["ep 8", "8 processes", "layout.ep=1"]),
-        ({"pp": 2, "tp": 2, "dp": 4}, ["pp 2, dp 4, tp 2", "16 processes"]),
-        ({"sharding": "parameters"}, ["layout.sharding", "layout.sharding=none"]),
-        ({"dispatcher": "alltoall"}, ["layout.dispatcher", "'alltoall'"]),
-        ({"recompute": ["moe"]}, ["layout.recompute", "layout.recompute=none"]),
-    ],
-)
-def test_one_process_refuses_layouts_of_many(layout: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(SpecError) as caught:
-        require_single_process(parse_run({"layout": layout}))
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_one_process_takes_the_defaults() -> None:
-    require_single_process(parse_run({}))
-    require_single_process(parse_run({"layout": {"dp": 1, "dispatcher": "local", "recompute": []}}))
 
 
 def test_the_models_own_auxiliary_coefficient() -> None:

@@ -15,7 +15,7 @@ from moesaic.model.router import Router
 from moesaic.model.sequences import Sequences
 from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.model import RouterSpec
-from moesaic.spec.run import parse_run
+from moesaic.spec.run import check_forced, parse_run
 from moesaic.spec.tables import BalanceTable
 from moesaic.train import loop
 from moesaic.train.routing_files import (
@@ -23,7 +23,6 @@ from moesaic.train.routing_files import (
     Replay,
     RoutingFileError,
     benchmark_only,
-    check_forced,
     create,
     forced_routing,
     header_of,

@@ -30,7 +30,7 @@ from .tables import (
 )
 from .toml import parse_override, read_toml, set_in, write_toml
 
-__all__ = ["RunSpec", "explain", "load_run", "parse_run", "require_single_process", "resolve_balance"]
+__all__ = ["RunSpec", "check_forced", "explain", "load_run", "parse_run", "resolve_balance"]
 
 
 class RunSpec(Table):
@@ -153,40 +153,18 @@ def parse_run(
     return spec
 
 
-def require_single_process(run: RunSpec) -> None:
-    """Refuses a layout that one process cannot carry out.
-
-    Raises:
-        SpecError: a degree above 1, or a way of working that only exists between processes.
-    """
-    layout = run.layout
-    degrees = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
-    above = {name: degree for name, degree in degrees.items() if degree not in (1, "auto")}
-    if above:
-        product = layout.pp * max(
-            layout.tp * layout.cp * (1 if layout.dp == "auto" else layout.dp), layout.ep * layout.etp
+def check_forced(balance: BalanceTable) -> None:
+    """Raises SpecError for keys of [balance] about forced and recorded routing that do not fit together."""
+    if balance.force != "none" and balance.replay is not None:
+        raise SpecError(f'balance.force is "{balance.force}", but balance.replay also names choices: keep one of them.')
+    if balance.force == "skew" and balance.force_std == 0:
+        raise SpecError('balance.force is "skew", but balance.force_std is 0: give the standard deviation in logits.')
+    if balance.force != "skew" and balance.force_std:
+        raise SpecError(
+            f'balance.force_std is {balance.force_std:g}, but balance.force is "{balance.force}": set it to "skew".'
         )
-        ways = " ".join(f"--set layout.{name}=1" for name in above)
-        shown = ", ".join(f"{name} {degree}" for name, degree in above.items())
-        raise SpecError(f"the layout asks for {shown}, so {product} processes, but this is one: use {ways}.")
-    neutral: dict[str, tuple[Any, ...]] = {
-        "virtual_stages": (1,),
-        "schedule": ("auto", "1f1b"),
-        "sharding": ("none",),
-        "replicas": (1,),
-        "dispatcher": ("auto", "local"),
-        "overlap": ("none",),
-        "recompute": ("none", []),
-    }
-    if layout.stages is not None and "|" in layout.stages:
-        raise SpecError(f"layout.stages is {layout.stages!r}, but one process has one stage: remove it.")
-    for name, allowed in neutral.items():
-        value = getattr(layout, name)
-        if value not in allowed:
-            raise SpecError(
-                f"layout.{name} is {value!r}, which training in one process does not do: "
-                f"use --set layout.{name}={allowed[0]}."
-            )
+    if balance.record is not None and balance.record == balance.replay:
+        raise SpecError(f"balance.record and balance.replay both name {balance.record}: record to another folder.")
 
 
 def resolve_balance(run: RunSpec, spec: ModelSpec) -> tuple[RunSpec, list[str]]:
@@ -241,6 +219,7 @@ def _check(run: RunSpec) -> None:
     """What no single key can tell: the sentences about keys that do not fit together."""
     _check_model(run.model)
     _check_layout(run)
+    check_forced(run.balance)
     train, data = run.train, run.data
     if train.warmup_steps >= train.steps:
         raise SpecError(

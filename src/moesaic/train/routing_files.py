@@ -24,9 +24,9 @@ from torch import Tensor
 
 from moesaic.model.forced import Forced
 from moesaic.model.router import Router
-from moesaic.spec.errors import MoesaicError, SpecError
+from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.run import RunSpec
+from moesaic.spec.run import RunSpec, check_forced
 from moesaic.spec.tables import BalanceTable
 
 FORMAT = "moesaic routing 1"
@@ -37,20 +37,6 @@ class RoutingFileError(MoesaicError):
 
 
 Header = dict[str, Any]
-
-
-def check_forced(balance: BalanceTable) -> None:
-    """Raises SpecError for keys of [balance] that do not fit together."""
-    if balance.force != "none" and balance.replay is not None:
-        raise SpecError(f'balance.force is "{balance.force}", but balance.replay also names choices: keep one of them.')
-    if balance.force == "skew" and balance.force_std == 0:
-        raise SpecError('balance.force is "skew", but balance.force_std is 0: give the standard deviation in logits.')
-    if balance.force != "skew" and balance.force_std:
-        raise SpecError(
-            f'balance.force_std is {balance.force_std:g}, but balance.force is "{balance.force}": set it to "skew".'
-        )
-    if balance.record is not None and balance.record == balance.replay:
-        raise SpecError(f"balance.record and balance.replay both name {balance.record}: record to another folder.")
 
 
 def benchmark_only(balance: BalanceTable) -> list[str]:
