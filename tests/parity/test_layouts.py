@@ -62,12 +62,13 @@ def test_layouts_meet_every_pair_of_choices(name: str, world: int) -> None:
 def test_a_few_layouts_of_every_model() -> None:
     for world, counts in (
         (2, {"deepseek_v3": 2}),
-        (4, {"deepseek_v3": 6, "mixtral": 1, "qwen3_moe": 2}),
+        (4, {"deepseek_v3": 4, "mixtral": 1, "qwen3_moe": 2}),
     ):
         assert_all_agree(world, [(n, keys) for n, count in counts.items() for keys in choices.few(n, world, count)])
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_legal_layout(name: str, world: int) -> None:
@@ -83,6 +84,7 @@ def layouts_of_eight(draw: st.DrawFn) -> tuple[str, Keys]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @settings(
     max_examples=30,
     phases=[Phase.explicit, Phase.generate],  # a smaller layout is another layout

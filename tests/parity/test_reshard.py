@@ -157,6 +157,7 @@ def moves(draw: st.DrawFn) -> tuple[str, Where, Where]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @settings(
     max_examples=30,
     phases=[Phase.explicit, Phase.generate],  # a smaller layout is another layout
