@@ -123,9 +123,15 @@ def folder_of(quick: bool, processes: int) -> str:
 
 
 def layout_settings(layout: LayoutTable) -> list[str]:
-    """The --set words of a layout, with micro-batches of one sequence, which leaves enough of them for a pipeline."""
+    """The --set words of a layout, with micro-batches of one sequence, which leaves enough of them for a pipeline, and
+    as many of these in an evaluation as make the same sequences."""
+    from moesaic.spec.run import load_run
+
+    run = load_run(RUN_FILE)
     degrees = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")} | {"micro_batch": 1}
-    return [word for name, degree in degrees.items() for word in ("--set", f"layout.{name}={degree}")]
+    words = [f"layout.{name}={degree}" for name, degree in degrees.items()]
+    words.append(f"train.eval_batches={run.train.eval_batches * run.layout.micro_batch}")
+    return [word for text in words for word in ("--set", text)]
 
 
 def train_on(processes: int, command: list[str]) -> int:
