@@ -53,7 +53,7 @@ def drawn(processes: int, kind: str) -> tuple[int, int, int]:
     return found
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
 def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, processes, folder):
     rank, step, collective = drawn(processes, kind)
@@ -74,7 +74,7 @@ def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, pro
         assert any(f"rank {rank} was last heard of" in line for line in others)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torchrun_starts_anew_from_the_last_checkpoint_and_ends_at_the_same_loss(processes, folder, undisturbed):
     rank, step, collective = drawn(processes, "kill")
     fault = f"kill {rank} {step} {collective}"
