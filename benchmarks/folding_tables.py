@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from benchmarks.peers.parallel.registry import PARALLEL_PEERS
 from benchmarks.rounds import Row
-from benchmarks.tables import finite, machine
+from benchmarks.tables import command, finite, machine
 from benchmarks.teams import ParallelCell, Plan
 
 OURS = "moesaic"
@@ -200,7 +199,7 @@ def save(
 ) -> None:
     """Writes what was measured so far; called after every cell, so that a stopped run keeps its numbers."""
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "started": started.isoformat(timespec="seconds"),
         "finished": datetime.now().isoformat(timespec="seconds"),
         "machine": machine(),

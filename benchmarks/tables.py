@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -189,10 +190,16 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """How this process was started, with paths outside the working folder by their last part only."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv)
+    return " ".join(["python", *(shlex.quote(word) for word in words)])
+
+
 def save(cells: Sequence[Cell], started: datetime, json_path: Path | None, markdown_path: Path | None) -> None:
     """Writes what was measured so far; called after every cell, so that a stopped run keeps its numbers."""
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "started": started.isoformat(timespec="seconds"),
         "finished": datetime.now().isoformat(timespec="seconds"),
         "machine": machine(),

@@ -27,7 +27,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from benchmarks.peers.adapters import Layer, Model, Step  # noqa: E402
+from benchmarks.peers.adapters import Layer, Model, Step, layer_pass  # noqa: E402
 from benchmarks.peers.workload import (  # noqa: E402
     SEED,
     LayerShape,
@@ -89,19 +89,11 @@ def layer_work(task: dict[str, Any], adapter: Any, dtype: torch.dtype) -> tuple[
         raise RuntimeError(f"with the benchmark's weights its output is {error:.1e} off, more than {tolerance:.0e}")
     layer.load(layer_weights(shape))
     x, grad = layer_inputs(shape, dtype)
-
-    def iteration() -> float:
-        x_now = x.detach().requires_grad_()
-        y = layer.call(x_now)
-        y.backward(grad.view(y.shape))
-        missing = [name for name, p in layer.module.named_parameters() if p.grad is None]
-        if missing or x_now.grad is None:
-            raise RuntimeError(f"no gradient for {missing or 'x'}")
-        for parameter in layer.module.parameters():
-            parameter.grad = None
-        return 0.0
-
-    return iteration, {"detail": layer.detail, "output_error": error, "parameters": count(layer.module)}
+    return layer_pass(layer, x, grad), {
+        "detail": layer.detail,
+        "output_error": error,
+        "parameters": count(layer.module),
+    }
 
 
 def check(layer: Layer, shape: LayerShape, dtype: torch.dtype) -> float:

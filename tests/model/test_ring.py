@@ -15,7 +15,7 @@ from moesaic.mesh.traffic import meter
 from moesaic.model import ring, ring_blocks
 from moesaic.model.attend import attend
 from moesaic.model.context import all_context_places
-from moesaic.model.ring import attend_in_ring, ring_attention
+from moesaic.model.ring import attend_in_ring
 from moesaic.model.ring_plan import Block, ring_plan
 from moesaic.model.sequences import Sequences
 from tests.ranks import ranks
@@ -86,24 +86,13 @@ def on_rank(rank: int, case: Case) -> tuple[list[torch.Tensor], dict, tuple[int,
     *whole, sinks = case.inputs()
     q, k, v, grad = (x[:, places[rank]].flatten(0, 1) for x in whole)
     leaves = [x.requires_grad_() for x in ((q, k, v, sinks) if case.sinks else (q, k, v))]
+    plan = ring_plan(case.batch, case.segment_ids(), places, rank, window=case.window)
     patch = mock.patch.object(ring, "blocks_for", lambda *_: ring_blocks.PlainBlocks(SCALE))
     with patch if case.plain else contextlib.nullcontext():
         with meter() as forward:
-            out = ring_attention(
-                q,
-                k,
-                v,
-                batch=case.batch,
-                segment_ids=case.segment_ids(),
-                group=group,
-                places=places if case.kind == "ulysses" else None,
-                scale=SCALE,
-                window=case.window,
-                sinks=sinks if case.sinks else None,
-            )
+            out = attend_in_ring(q, k, v, plan, group, scale=SCALE, sinks=sinks if case.sinks else None)
         with meter() as backward:
             grads = torch.autograd.grad(out, leaves, grad)
-    plan = ring_plan(case.batch, case.segment_ids(), places, rank, window=case.window)
     return [out.detach(), *grads], {"forward": dict(forward.bytes), "backward": dict(backward.bytes)}, plan.shifts
 
 

@@ -61,7 +61,7 @@ def whole_state(trainer: TrainState) -> dict[str, Tensor]:
 
 
 def saved(trainer: TrainState, group: Group) -> checkpoint.State:
-    state = trainer.saved(None if group.size == 1 else group)
+    state = trainer.saved(group)
     return {kind: state[kind] for kind in ("model", "optimizer")}
 
 

@@ -94,14 +94,13 @@ def sums_and_averages(rank: int, name: str, keys: dict[str, Any]) -> dict[str, f
     mesh, plan = runs.mesh_for(name, keys), Plan(batches=equal_rows)
     trainer = runs.start(name, mesh, keys, plan)
     batches = runs.own_batches(mesh, keys, plan, 1)
-    where = torch.device("cpu")
     all_tokens = sum(batch.tokens for batch in plan.batches(1, 1))
     own_tokens = all_tokens // mesh.data.size
     trainer.decoder.train()
 
     def backward(tokens: int) -> dict[str, torch.Tensor]:
         trainer.optimizer.zero_grad()
-        Work(trainer.decoder, batches, where, weights=plan.weights, step_tokens=tokens).run()
+        Work(trainer.decoder, batches, weights=plan.weights, step_tokens=tokens).run()
         return {name: g.clone() for name, g in trainer.optimizer.gradients().items()}
 
     local = backward(own_tokens)

@@ -43,6 +43,23 @@ class Step:
     detail: str = ""
 
 
+def layer_pass(layer: Layer, x: Tensor, grad: Tensor) -> Callable[[], float]:
+    """One timed iteration of a layer: forward and backward on x [1, T, D], all gradients there, then dropped."""
+
+    def iteration() -> float:
+        x_now = x.detach().requires_grad_()
+        y = layer.call(x_now)
+        y.backward(grad.view(y.shape))
+        missing = [name for name, p in layer.module.named_parameters() if p.grad is None]
+        if missing or x_now.grad is None:
+            raise RuntimeError(f"no gradient for {missing or 'x'}")
+        for parameter in layer.module.parameters():
+            parameter.grad = None
+        return 0.0
+
+    return iteration
+
+
 @torch.no_grad()
 def initialise(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Matrices normal with standard deviation 0.02, norms 1, biases 0: the same rule for every model."""

@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.peers.adapters import Layer  # noqa: E402
+from benchmarks.peers.adapters import Layer, layer_pass  # noqa: E402
 from benchmarks.peers.parallel import RankStep, held  # noqa: E402
 from benchmarks.peers.parallel.registry import Degrees  # noqa: E402
 from benchmarks.peers.worker import (  # noqa: E402
@@ -106,19 +106,11 @@ def layer_work(task: dict[str, Any], adapter: Any) -> tuple[Callable[[], float],
         raise RuntimeError(f"with the benchmark's weights it is {error:.1e} off, more than {tolerance:.0e}")
     layer.load(layer_weights(shape))
     x, grad = own_tokens(shape, shape.tokens)
-
-    def iteration() -> float:
-        x_now = x.detach().requires_grad_()
-        y = layer.call(x_now)
-        y.backward(grad.view(y.shape))
-        missing = [name for name, p in layer.module.named_parameters() if p.grad is None]
-        if missing or x_now.grad is None:
-            raise RuntimeError(f"no gradient for {missing or 'x'}")
-        for parameter in layer.module.parameters():
-            parameter.grad = None
-        return 0.0
-
-    return iteration, {"detail": layer.detail, "output_error": error, "parameters": held(layer.module.parameters())}
+    return layer_pass(layer, x, grad), {
+        "detail": layer.detail,
+        "output_error": error,
+        "parameters": held(layer.module.parameters()),
+    }
 
 
 def step_work(task: dict[str, Any], adapter: Any) -> tuple[Callable[[], float], dict[str, Any]]:

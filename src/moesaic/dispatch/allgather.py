@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moesaic.dispatch.protocol import Dispatcher
-from moesaic.dispatch.route import Arrival, Route, Then
+from moesaic.dispatch.route import Arrival, Route
 from moesaic.mesh import collectives
 from moesaic.mesh.group import Group
 
@@ -40,22 +39,8 @@ class GatherRoute:
 
     def start_spread(self, x_TW: Tensor, what: str) -> Arrival:
         """Begin an all-gather."""
-        n = self.group.size
-        sent = [len(x_TW)] * n
-        return collectives.start_all_to_all(x_TW.repeat(n, 1), self.group, sent, self.counts, what)
+        return collectives.start_all_gather_rows(x_TW, self.group, self.counts, what)
 
     def start_collect(self, y_RW: Tensor, what: str) -> Arrival:
-        """Begin a reduce-scatter, which adds in rank order."""
-        n, own = self.group.size, self.counts[self.group.rank]
-        parts = collectives.start_all_to_all(y_RW, self.group, self.counts, [own] * n, what)
-        return Then(parts, lambda parts: _sum(parts.unflatten(0, (n, own))))
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """Sum over the first dimension in order, in fp32 for narrower floats."""
-    if parts.itemsize < 4:
-        return parts.sum(0, dtype=torch.float32).to(parts.dtype)
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
+        """Begin a reduce-scatter."""
+        return collectives.start_reduce_scatter_rows(y_RW, self.group, self.counts, what)

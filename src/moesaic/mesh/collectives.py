@@ -7,6 +7,7 @@ numbers. Tensors may have any device and, except for sums, any type.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ class Pending:
     result: Tensor
     work: Any = None
     keep: Any = None
+    after: Callable[[Tensor], Tensor] | None = None
+    """What makes the result of what arrived."""
 
     def wait(self) -> Tensor:
         """Block until the result is there (on an accelerator: until its stream may read it)."""
@@ -39,6 +42,8 @@ class Pending:
             with self.group.naming(self.what):
                 self.work.wait()
             self.work = self.keep = None
+        if self.after is not None:
+            self.result, self.after = self.after(self.result), None
         return self.result
 
 
@@ -75,17 +80,7 @@ def all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """x of every rank, [n, *x.shape]; shapes must be equal."""
-    if group.handle is None:
-        return x[None]
-    x = x.contiguous()
-    out = x.new_empty(group.size, *x.shape)
-    count("all-gather", group.name, byte_count(x) * (group.size - 1))
-    with group.naming("all-gather"):
-        if group.needs_device:
-            _native_gather(out, x, group=group.handle)
-        else:
-            send_to_all(x, list(out), group).wait()
-    return out
+    return all_gather_rows(x[None], group, [1] * group.size)
 
 
 def send_to_all(x: Tensor, places: list[Tensor], group: Group) -> AllWorks:
@@ -99,54 +94,55 @@ def send_to_all(x: Tensor, places: list[Tensor], group: Group) -> AllWorks:
     return AllWorks(works)
 
 
-def all_gather_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
-    """Rows of every rank in rank order; rank i has `counts[i]` of them."""
+def start_all_gather_rows(x_RD: Tensor, group: Group, counts: list[int], name: str = "all-gather") -> Pending:
+    """Begin to bring rows of every rank together, in rank order; rank i has `counts[i]` of them."""
     if group.handle is None:
-        return x_RD
-    if len(set(counts)) == 1:
-        return all_gather(x_RD, group).flatten(0, 1)
+        return Pending(name, group, x_RD)
     x_RD = x_RD.contiguous()
     n = group.size
-    count("all-gather", group.name, byte_count(x_RD) * (n - 1))
+    count(name, group.name, byte_count(x_RD) * (n - 1))
     out = x_RD.new_empty(sum(counts), *x_RD.shape[1:])
-    with group.naming("all-gather"):
-        if group.needs_device:
-            copies = x_RD.repeat(n, *(1 for _ in x_RD.shape[1:]))
-            dist.all_to_all_single(out, copies, counts, [x_RD.shape[0]] * n, group=group.handle)
-        else:
-            send_to_all(x_RD, list(out.split(counts)), group).wait()
-    return out
+    with group.naming(name):
+        if not group.needs_device:
+            return Pending(name, group, out, send_to_all(x_RD, list(out.split(counts)), group), x_RD)
+        if len(set(counts)) == 1:
+            return Pending(name, group, out, _native_gather(out, x_RD, group=group.handle, async_op=True), x_RD)
+        copies = x_RD.repeat(n, *(1 for _ in x_RD.shape[1:]))
+        sent = [x_RD.shape[0]] * n
+        work = dist.all_to_all_single(out, copies, counts, sent, group=group.handle, async_op=True)
+        return Pending(name, group, out, work, copies)
 
 
-def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over ranks of their x[my rank]; x [n, …] to […]."""
+def all_gather_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
+    """Rows of every rank in rank order; rank i has `counts[i]` of them."""
+    return start_all_gather_rows(x_RD, group, counts).wait()
+
+
+def start_reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int], name: str = "reduce-scatter") -> Pending:
+    """Begin to sum over ranks their rows for me: x holds rows for all ranks in rank order, `counts[i]` for rank i."""
     if group.handle is None:
-        return x[0]
-    x = x.contiguous()
-    count("reduce-scatter", group.name, byte_count(x) // group.size * (group.size - 1))
-    with group.naming("reduce-scatter"):
-        if group.needs_device:
-            out = x.new_empty(x.shape[1:])
-            _native_reduce_scatter(out, x, group=group.handle)
-            return out
-        parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=group.handle)
-    return _sum(parts)
+        return Pending(name, group, x_RD)
+    x_RD = x_RD.contiguous()
+    n, mine = group.size, counts[group.rank]
+    width = byte_count(x_RD) // max(1, x_RD.shape[0])
+    count(name, group.name, (sum(counts) - mine) * width)
+    with group.naming(name):
+        if group.needs_device and len(set(counts)) == 1:
+            out = x_RD.new_empty(mine, *x_RD.shape[1:])
+            return Pending(name, group, out, _native_reduce_scatter(out, x_RD, group=group.handle, async_op=True), x_RD)
+        parts = x_RD.new_empty(n * mine, *x_RD.shape[1:])
+        work = dist.all_to_all_single(parts, x_RD, [mine] * n, counts, group=group.handle, async_op=True)
+    return Pending(name, group, parts, work, x_RD, lambda parts: _sum(parts.unflatten(0, (n, mine))))
 
 
 def reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
     """Sum over ranks of their rows for me: x holds rows for all ranks in rank order, `counts[i]` for rank i."""
-    if group.handle is None:
-        return x_RD
-    if len(set(counts)) == 1:
-        return reduce_scatter(x_RD.unflatten(0, (group.size, counts[0])), group)
-    mine = counts[group.rank]
-    width = byte_count(x_RD) // max(1, x_RD.shape[0])
-    count("reduce-scatter", group.name, (sum(counts) - mine) * width)
-    parts = x_RD.new_empty(group.size * mine, *x_RD.shape[1:])
-    with group.naming("reduce-scatter"):
-        dist.all_to_all_single(parts, x_RD.contiguous(), [mine] * group.size, counts, group=group.handle)
-    return _sum(parts.unflatten(0, (group.size, mine)))
+    return start_reduce_scatter_rows(x_RD, group, counts).wait()
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum over ranks of their x[my rank]; x [n, …] to […]."""
+    return reduce_scatter_rows(x, group, [1] * group.size)[0]
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

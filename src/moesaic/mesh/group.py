@@ -72,7 +72,7 @@ class Group:
         mine = next((ranks for ranks in partition if me in ranks), (me,))
         if all(len(ranks) == 1 for ranks in partition):
             return cls.single(name, me)
-        key = (tuple(partition), channel, timeout_seconds)
+        key = (tuple(partition), channel, timeout_seconds, backend)
         if key not in _connections:
             # torch names a group by its ranks and by how many this process has made, so all make equally many.
             _connections[key] = dist.new_group(
@@ -104,8 +104,9 @@ class Group:
             ) from error
 
 
-_connections: dict[tuple[tuple[tuple[int, ...], ...], str, float], dist.ProcessGroup] = {}
-"""By partition, channel and time limit. They live as long as the process: gloo cannot meet again under a used name."""
+_connections: dict[tuple[tuple[tuple[int, ...], ...], str, float, str | None], dist.ProcessGroup] = {}
+"""By partition, channel, time limit and back-end. They live as long as the process: gloo cannot meet again under a used
+name."""
 
 
 def forget_connections() -> None:

@@ -177,5 +177,5 @@ def skewed(router: Router, bias_E: Tensor, choice_TE: Tensor) -> Tensor:
     if router.select_bias is not None:
         biased_TE = biased_TE + router.select_bias
     if spec.groups > 1:
-        biased_TE = router._keep_groups(biased_TE)
+        biased_TE = router.keep_groups(biased_TE)
     return biased_TE.topk(spec.top_k, dim=-1).indices

@@ -21,35 +21,9 @@ from torch.autograd.function import once_differentiable
 from moesaic.mesh import collectives
 from moesaic.mesh.collectives import Pending
 from moesaic.mesh.group import Group
-from moesaic.model.context import all_context_places
 from moesaic.model.kernels import compute_dtype
 from moesaic.model.ring_blocks import blocks_for
-from moesaic.model.ring_plan import Block, RingPlan, ring_plan
-
-
-def ring_attention(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    *,
-    batch: int,
-    segment_ids: Tensor,
-    group: Group,
-    places: Tensor | None = None,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention within segments over rows that the ranks of `group` share.
-
-    q [T, H, d], k [T, G, d], v [T, G, dv], T = B · S/c tokens of this rank, row after row, H a multiple of G.
-    `segment_ids` [B, S] are those of the whole rows. `places` [c, S/c] are the places of all ranks; zig-zag if None.
-    Other arguments as in `ring_plan` and `attend_in_ring`. Returns [T, H, dv] in q's type.
-    """
-    if places is None:
-        places = all_context_places(segment_ids.shape[1], group.size, "ring")
-    plan = ring_plan(batch, segment_ids, places, group.rank, window=window)
-    return attend_in_ring(q_THd, k_TGd, v_TGd, plan, group, scale=scale, sinks=sinks)
+from moesaic.model.ring_plan import Block, RingPlan
 
 
 def attend_in_ring(
@@ -62,8 +36,10 @@ def attend_in_ring(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`ring_attention` with a plan made before, which layers with equal segments and windows share.
+    """Causal attention within segments over rows that the ranks of `group` share.
 
+    q [T, H, d], k [T, G, d], v [T, G, dv], T = B · S/c tokens of this rank, row after row, H a multiple of G; returns
+    [T, H, dv] in q's type. `plan` is this rank's `ring_plan`, which layers with equal segments and windows share.
     `sinks` [H] are extra logits that join each softmax and carry no value; their gradient is this rank's share, from
     its own tokens. Kept for backward: q, k, v, the output and its log-sum-exp [B, H, S/c]. Every rank of the group must
     call this. Raises ValueError where the number of tokens or ranks is not the plan's.

@@ -93,10 +93,10 @@ class Router(nn.Module):
         if self.choose is not None:
             return self.choose(choice_TE)
         if self.spec.groups > 1:
-            choice_TE = self._keep_groups(choice_TE)
+            choice_TE = self.keep_groups(choice_TE)
         return choice_TE.topk(self.spec.top_k, dim=-1).indices
 
-    def _keep_groups(self, choice_TE: Tensor) -> Tensor:
+    def keep_groups(self, choice_TE: Tensor) -> Tensor:
         """Group-limited choice (DeepSeek-V2 and V3): experts outside the best groups get −∞."""
         spec = self.spec
         grouped = choice_TE.unflatten(-1, (spec.groups, -1))

@@ -12,8 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import Mesh
-from moesaic.model.context import context_places, own_places
+from moesaic.model.context import all_context_places, context_places, own_places
+from moesaic.model.ring_plan import RingPlan, ring_plan
 from moesaic.model.rope import rope_table
 from moesaic.spec.model import RopeSpec
 
@@ -52,7 +54,8 @@ class Sequences:
             self.part_length, self.own_length = length // cp.size, length // (cp.size * tp.size)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._segments: dict[int | None, tuple[int, ...]] = {}
-        self._segment_ids: dict[int | None, Tensor] = {}
+        self._cp = Group.single("cp") if mesh is None else mesh.cp
+        self._ring_plans: dict[tuple[int | None, int | None], RingPlan] = {}
 
     @classmethod
     def of(cls, ids: Tensor, positions: Tensor | None, documents: Tensor | None, mesh: Mesh | None = None) -> Sequences:
@@ -127,10 +130,16 @@ class Sequences:
         edges = starts.flatten().nonzero().flatten().tolist() + [self.batch * self.length]
         return tuple(end - start for start, end in pairwise(edges))
 
-    def segment_ids(self, chunk: int | None = None) -> Tensor:
+    def ring_plan(self, chunk: int | None, window: int | None) -> RingPlan:
+        """This rank's work in the ring, for layers that cut segments by `chunk` and see at most `window` tokens."""
+        key = (chunk, window)
+        if key not in self._ring_plans:
+            places = all_context_places(self.length, self._cp.size, "ring")
+            ids_BS = self._segment_ids(chunk)
+            self._ring_plans[key] = ring_plan(self.batch, ids_BS, places, self._cp.rank, window=window)
+        return self._ring_plans[key]
+
+    def _segment_ids(self, chunk: int | None) -> Tensor:
         """The number of its run of `segments` at each place of the whole rows, [B, S] int64, ascending."""
-        if chunk not in self._segment_ids:
-            lengths = torch.tensor(self.segments(chunk), device=self.positions.device)
-            numbers = torch.arange(len(lengths), device=lengths.device)
-            self._segment_ids[chunk] = numbers.repeat_interleave(lengths).view(self.batch, self.length)
-        return self._segment_ids[chunk]
+        lengths = torch.tensor(self.segments(chunk))
+        return torch.arange(len(lengths)).repeat_interleave(lengths).view(self.batch, self.length)

@@ -13,7 +13,7 @@ from moesaic.mesh.autograd import all_to_all
 from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.attend import attend
-from moesaic.model.ring import ring_attention
+from moesaic.model.ring import attend_in_ring
 from moesaic.model.sequences import Sequences
 from moesaic.spec.model import AttentionSpec
 
@@ -30,17 +30,8 @@ def attend_spread(
         segments = sequences.segments(spec.chunk)
         return attend(q, k, v, segments, scale=spec.scale, window=spec.window, sinks=sinks)
     if mesh.cp_kind == "ring":
-        return ring_attention(
-            q,
-            k,
-            v,
-            batch=sequences.batch,
-            segment_ids=sequences.segment_ids(spec.chunk),
-            group=group,
-            scale=spec.scale,
-            window=spec.window,
-            sinks=sinks,
-        )
+        plan = sequences.ring_plan(spec.chunk, spec.window)
+        return attend_in_ring(q, k, v, plan, group, scale=spec.scale, sinks=sinks)
     return _ulysses(q, k, v, sequences, spec, group, sinks)
 
 

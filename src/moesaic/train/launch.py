@@ -10,7 +10,6 @@ import faulthandler
 import functools
 import hashlib
 import json
-import math
 import os
 import shlex
 import signal
@@ -35,6 +34,7 @@ from moesaic.mesh.group import CommunicationError, Group, forget_connections, pr
 from moesaic.mesh.mesh import Mesh
 from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.layout import Layout, resolve_layout
+from moesaic.spec.legal import fewest_ranks
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train import process
@@ -224,8 +224,7 @@ def _layout(run: RunSpec, model: ModelSpec | None, world: int) -> Layout:
     """The layout of the run on `world` processes, or the way to start as many as it takes."""
     table, keys = run.layout, run.train
     model = model or run.model_spec()
-    least = table.pp * math.lcm(table.tp * table.cp, table.etp * table.ep)
-    needed = least if table.dp == "auto" else table.pp * table.dp * table.cp * table.tp
+    needed = fewest_ranks(table) if table.dp == "auto" else table.pp * table.dp * table.cp * table.tp
     if world == 1 and needed > 1:
         # A layout that no number of processes makes legal should not send anybody to torchrun.
         layout = resolve_layout(table, model, needed, seq_len=keys.seq_len, global_batch=keys.global_batch)

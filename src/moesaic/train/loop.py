@@ -252,10 +252,10 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
 # ---------------------------------------------------------------- parts of the above
 
 
-def checkpoint_group(mesh: Mesh, timeout_seconds: float) -> Group | None:
-    """All ranks, over the CPU, for the threads that write checkpoints beside training; None in one process."""
+def checkpoint_group(mesh: Mesh, timeout_seconds: float) -> Group:
+    """All ranks, over the CPU, for the threads that write checkpoints beside training."""
     if mesh.world.size == 1:
-        return None
+        return Group.single("checkpoint")
     limit = max(timeout_seconds, _SLOWEST_DISK_SECONDS)
     return Group.create("checkpoint", [mesh.world.ranks], limit, channel="checkpoint", backend="gloo")
 
@@ -264,7 +264,7 @@ _SLOWEST_DISK_SECONDS = 3600.0
 """How long ranks wait for the slowest of them to write its part of a checkpoint. A dead rank is noticed at once."""
 
 
-def _restore(path: Path, spec: ModelSpec, state: TrainState, group: Group | None, notes: list[str]) -> dict[str, Any]:
+def _restore(path: Path, spec: ModelSpec, state: TrainState, group: Group, notes: list[str]) -> dict[str, Any]:
     """Put the checkpoint at `path` into the model, the optimizer and the generators; returns trainer.json."""
     difference = checkpoint.first_difference(checkpoint.read_spec(path), spec)
     if difference is not None:
@@ -282,7 +282,7 @@ def _restore(path: Path, spec: ModelSpec, state: TrainState, group: Group | None
     for name in unsaved:
         del wanted["model"][name]
     generators = device().rng_state()
-    wanted["rng"], more = rng_to_read(path, saved, generators, group or Group.single("checkpoint"))
+    wanted["rng"], more = rng_to_read(path, saved, generators, group)
     notes += more
     checkpoint.read(path, wanted, group)
     state.optimizer.round_masters()
@@ -310,8 +310,9 @@ def _on(rank: int, mesh: Mesh) -> str:
 def _headline(run: RunSpec, spec: ModelSpec, launch: Launch, matmul_flops: float) -> str:
     keys, world = run.train, launch.mesh.world.size
     where = f"{device().name} with {launch.threads} thread{'s' if launch.threads > 1 else ''}"
+    counts = parameters(spec)
     return (
-        f"{run.run.name}: {spec.name}, {parameters(spec).total / 1e6:.1f} M parameters, {keys.steps} steps of "
+        f"{run.run.name}: {spec.name}, {(counts.total + counts.mtp) / 1e6:.1f} M parameters, {keys.steps} steps of "
         f"{keys.global_batch} × {keys.seq_len} tokens, {keys.dtype}, layout {launch.layout}, on "
         f"{where if world == 1 else f'{world} ranks, each on {where}'} "
         f"({matmul_flops / 1e9:.0f} GFLOP/s in a plain matmul); results in {run.run.dir}"

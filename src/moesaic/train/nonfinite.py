@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ class NonFiniteError(MoesaicError):
     exit_code = 4
 
 
-def explain(model: nn.Module, losses: list[Callable[[], Tensor]]) -> str:
+def explain(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> str:
     """One clause on where the first NaN or infinity comes from, found by running the step again under watch.
 
     `losses` compute the loss of each micro-batch anew; weights must be as they were when the step failed. Looks in

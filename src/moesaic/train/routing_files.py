@@ -26,7 +26,7 @@ from moesaic.model.forced import Forced
 from moesaic.model.router import Router
 from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.run import RunSpec, check_forced
+from moesaic.spec.run import RunSpec
 from moesaic.spec.tables import BalanceTable
 
 FORMAT = "moesaic routing 1"
@@ -71,7 +71,6 @@ def forced_routing(
         RoutingFileError: a recording of another run, or one that cannot be made or read.
     """
     balance, keys = run.balance, run.train
-    check_forced(balance)
     if balance.force == "none" and balance.record is None and balance.replay is None:
         return None
     header = header_of(run, spec)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from moesaic.mesh.collectives import send_to_all
+from moesaic.mesh.collectives import reduce_scatter, send_to_all
 from moesaic.mesh.cut import Cut
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
@@ -119,7 +119,6 @@ class Sharding:
             if edp.size == 1 or edp.size == self._replicas:
                 unspread.update(parameters)
                 continue
-            experts.accumulate_in_place = False
             group = self._fully_shard(experts, stage, edp, set())
             spread |= {names[p]: group for p in parameters}
         data = self._mesh.data
@@ -196,7 +195,7 @@ class _Buffers:
 
 
 class _Gather(_Buffers):
-    """All-gather by plain messages, several times faster than gloo's own."""
+    """All-gather by plain messages."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -213,7 +212,7 @@ class _Gather(_Buffers):
 
 
 class _ReduceScatter(_Buffers):
-    """Reduce-scatter by gloo's all-to-all, with sums in rank order."""
+    """Reduce-scatter with sums in rank order."""
 
     def __call__(
         self,
@@ -223,10 +222,6 @@ class _ReduceScatter(_Buffers):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        n = self.group.size
-        count("reduce-scatter", self.group.name, byte_count(input_tensor) // n * (n - 1))
-        parts = torch.empty_like(input_tensor)
-        with self.group.naming("reduce-scatter of gradients"):
-            dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(n, -1), 0, out=output_tensor.view(-1))
+        parts = input_tensor.view(self.group.size, -1)
+        output_tensor.view(-1).copy_(reduce_scatter(parts, self.group))
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moesaic.mesh.device import device
 from moesaic.model.decoder import Decoder, MicroBatch
 from moesaic.model.deferred import WeightGradients, deferring
 from moesaic.model.forced import Forced
@@ -43,7 +44,6 @@ class Work:
         self,
         decoder: Decoder,
         batches: Sequence[Batch],
-        where: torch.device,
         *,
         weights: LossWeights,
         step_tokens: int,
@@ -51,11 +51,10 @@ class Work:
         sharding: Sharding | None = None,
     ) -> None:
         self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
-        self.micros: list[MicroBatch] = [_on_device(decoder, batch, where) for batch in batches]
-        zero = torch.zeros((), dtype=torch.float64, device=where)
+        self.micros: list[MicroBatch] = [on_device(decoder, batch) for batch in batches]
+        zero = torch.zeros((), dtype=torch.float64, device=device().torch_device)
         self.sums = LossSums(zero, zero.clone())
         self.clock, self.sharding = clock or Stopwatch(), sharding
-        self.where = where
         self.forced: Forced | None = None
         self.backwards_left = len(batches) * len(decoder.stages)
 
@@ -104,7 +103,7 @@ class StageWork:
     @property
     def device(self) -> torch.device:
         """Where what travels is."""
-        return self._work.where
+        return device().torch_device
 
     def forward(self, micro: int, x: Tensor | None) -> Tensor | None:
         """Run one micro-batch through this stage; what goes to the next one."""
@@ -145,7 +144,10 @@ class StageWork:
             self._left.pop(micro).run()
 
 
-def _on_device(decoder: Decoder, batch: Batch, where: torch.device) -> MicroBatch:
+def on_device(decoder: Decoder, batch: Batch) -> MicroBatch:
+    """A batch as the decoder takes it, on this process's device."""
+    where = device().torch_device
+
     def there(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(where)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group
 from moesaic.model.decoder import Decoder
-from moesaic.train.checkpoint import State
+from moesaic.train.checkpoint import State, model_state
 from moesaic.train.gradients import GradientSums
 from moesaic.train.optimizer import Optimizer
 from moesaic.train.sharded_state import rng_entry, shards_of
@@ -36,9 +36,7 @@ class TrainState:
         decoder.dtype = dtype
         spread = Sharding(decoder, mesh, sharding, replicas, dtype)
         decoder.to(device().torch_device)
-        sums = None
-        if mesh.world.size > 1:
-            sums = GradientSums(mesh, spread.held)
+        sums = GradientSums(mesh, spread.held) if mesh.world.size > 1 else None
         optimizer = Optimizer(decoder, dtype=dtype, sums=sums, **adamw)
         return cls(decoder, optimizer, spread)
 
@@ -47,33 +45,25 @@ class TrainState:
         plain = {name: t for name, t in self.decoder.state_dict().items() if not isinstance(t, DTensor)}
         return {**plain, **self.optimizer.masters}
 
-    def saved(self, group: Group | None) -> State:
+    def saved(self, group: Group) -> State:
         """What a checkpoint holds of this rank, as live tensors: weights (the fp32 masters) and buffers, moments,
-        random state. `group`: all ranks, None for one process."""
-        held = self.sharding.held
-        buffers = {
-            name: t for name, t in self.decoder.state_dict(keep_vars=True).items() if name not in self.optimizer.masters
-        }
-        if group is None:
-            moments: Any = self.optimizer.state()
-            weights: Any = dict(self.optimizer.masters)
-        else:
-
-            def shards(tensors: dict[str, Tensor]) -> dict[str, Any]:
-                return shards_of(
-                    {n: (held[n].cut, t.detach(), (held[n].start, held[n].stop)) for n, t in tensors.items()}
-                )
-
-            states = self.optimizer.state()
-            kinds = {kind for each in states.values() for kind in each if kind != "step"}
-            cut = {kind: shards({name: each[kind] for name, each in states.items()}) for kind in kinds}
-            moments = {
-                name: {"step": each["step"]} | {kind: cut[kind][name] for kind in cut} for name, each in states.items()
-            }
-            weights = shards(dict(self.optimizer.masters))
-        names = [name for name in self.decoder.state_dict() if name in weights]
+        random state. `group`: all ranks."""
+        weights: dict[str, Any] = dict(self.optimizer.masters)
+        moments: dict[str, dict[str, Any]] = self.optimizer.state()
+        if group.size > 1:
+            weights = self._shards(weights)
+            # Moments are as large as their parameter; the count of updates is a number.
+            kinds = ("exp_avg", "exp_avg_sq")
+            cut = {kind: self._shards({name: each[kind] for name, each in moments.items()}) for kind in kinds}
+            moments = {name: each | {kind: cut[kind][name] for kind in kinds} for name, each in moments.items()}
         return {
-            "model": {name: weights[name] for name in names} | buffers,
+            "model": model_state(self.decoder, weights),
             "optimizer": moments,
-            "rng": rng_entry(device().rng_state(), group or Group.single("checkpoint")),
+            "rng": rng_entry(device().rng_state(), group),
         }
+
+    def _shards(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """This rank's rows of parameters, or of what has their shape, as parts of the whole ones."""
+        held = self.sharding.held
+        rows = {name: (held[name].start, held[name].stop) for name in tensors}
+        return dict(shards_of({name: (held[name].cut, t.detach(), rows[name]) for name, t in tensors.items()}))

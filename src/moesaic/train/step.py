@@ -21,7 +21,7 @@ from moesaic.mesh.group import Group, progress
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.forced import Forced
-from moesaic.model.losses import IGNORED, LossParts, LossWeights
+from moesaic.model.losses import IGNORED, LossWeights
 from moesaic.schedule.orders import Action, pipeline_order, splits_backward
 from moesaic.schedule.pipeline import run_pipeline
 from moesaic.train import nonfinite
@@ -30,7 +30,7 @@ from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.optimizer import Optimizer
 from moesaic.train.sharding import Sharding
-from moesaic.train.stages import LossSums, Work
+from moesaic.train.stages import LossSums, StageWork, Work, on_device
 
 
 @dataclass
@@ -75,16 +75,14 @@ def train_step(
 
     if sharding is not None:
         sharding.begin_step()
-    where = device().torch_device
-    work = Work(decoder, batches, where, weights=weights, step_tokens=step_tokens, clock=clock, sharding=sharding)
+    work = Work(decoder, batches, weights=weights, step_tokens=step_tokens, clock=clock, sharding=sharding)
     if forced is not None:
         forced.begin_step(step)
         work.forced = forced
     if mesh.pp.size == 1:
         work.run()
     else:
-        assert mesh.layout is not None
-        run_schedule(work, mesh.layout.schedule)
+        _run_schedule(work)
     sums = _sum_losses(work.sums, weights, mesh)
     if forced is not None:
         forced.end_step()
@@ -126,23 +124,25 @@ def _sum_losses(sums: LossSums, weights: LossWeights, mesh: Mesh) -> dict[str, f
     return dict(zip(["nats", "total", *names], all_reduce(values, mesh.world).tolist(), strict=True))
 
 
-def run_schedule(work: Work, schedule: str) -> None:
-    """Run a step's micro-batches through the pipeline in the order of `schedule`."""
+def _run_schedule(work: Work) -> None:
+    """Run a step's micro-batches through the pipeline in the order that the layout names."""
     mesh = work.decoder.mesh
     assert mesh.layout is not None
-    virtual = mesh.layout.virtual_stages
-    actions = pipeline_order(schedule, mesh.pp.rank, mesh.pp.size, virtual, len(work.micros))
-    runners = work.runners(split_backward=splits_backward(actions))
+    actions = pipeline_order(
+        mesh.layout.schedule, mesh.pp.rank, mesh.pp.size, mesh.layout.virtual_stages, len(work.micros)
+    )
+    _run_actions(work, actions, work.runners(split_backward=splits_backward(actions)))
+
+
+def _run_actions(work: Work, actions: list[Action], runners: dict[int, StageWork]) -> None:
+    mesh = work.decoder.mesh
     run_pipeline(actions, runners, mesh.links, pp_rank=mesh.pp.rank, pp_size=mesh.pp.size)
 
 
-def batch_loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens: int) -> LossParts:
-    """The LossParts of one micro-batch as its share of a step with `step_tokens` trained tokens; no pipeline."""
-    where = device().torch_device
-    ids_BS, labels_BS = batch.ids_BS.to(where), batch.labels_BS.to(where)
-    positions_BS = None if batch.positions_BS is None else batch.positions_BS.to(where)
-    documents_BS = None if batch.documents_BS is None else batch.documents_BS.to(where)
-    return decoder.loss(ids_BS, labels_BS, positions_BS, documents_BS, weights=weights, step_tokens=max(1, step_tokens))
+def _loss(decoder: Decoder, batch: Batch, weights: LossWeights, step_tokens: int) -> Tensor:
+    """What one micro-batch runs backward on, in one process."""
+    micro = on_device(decoder, batch)
+    return decoder.run_stage(0, None, micro, weights=weights, step_tokens=max(1, step_tokens))[1].total
 
 
 @torch.no_grad()
@@ -158,13 +158,9 @@ def evaluate(decoder: Decoder, batches: Iterable[Batch]) -> dict[str, float]:
 
     def run() -> float:
         mine = waiting[mesh.dp.rank] if mesh.dp.rank < len(waiting) else _blank(waiting[0])
-        work = Work(decoder, [mine], device().torch_device, weights=LossWeights(), step_tokens=1)
-        if mesh.pp.size == 1:
-            work.runners(backward=False)[0].forward(0, None)
-        else:
-            actions = [Action("F", 0, index) for index in decoder.stages]
-            runners = work.runners(backward=False)
-            run_pipeline(actions, runners, mesh.links, pp_rank=mesh.pp.rank, pp_size=mesh.pp.size)
+        work = Work(decoder, [mine], weights=LossWeights(), step_tokens=1)
+        # Without a pipeline the one stage is first and last, and nothing is sent.
+        _run_actions(work, [Action("F", 0, index) for index in decoder.stages], work.runners(backward=False))
         return float(work.sums.nats)
 
     for batch in batches:
@@ -225,9 +221,6 @@ def _non_finite(
         return nonfinite.NonFiniteError(f"Step {step}: {what}: {where}.")
     optimizer.zero_grad()
     take_counts(decoder.routers())
-
-    def loss_of(batch: Batch) -> Tensor:
-        return batch_loss(decoder, batch, weights, step_tokens).total
-
-    reason = nonfinite.explain(decoder, [partial(loss_of, batch) for batch in batches])
+    losses = [partial(_loss, decoder, batch, weights, step_tokens) for batch in batches]
+    reason = nonfinite.explain(decoder, losses)
     return nonfinite.NonFiniteError(f"Step {step}: {what}: {reason}.")
