@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +26,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -46,6 +48,14 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         except BaseException as error:  # whatever it is, the test should see it
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """A killed test run leaves nobody to end its ranks, which may wait for each other in a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class RankError(AssertionError):
