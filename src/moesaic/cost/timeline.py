@@ -6,8 +6,18 @@ other down while they do; see `Contention`. All times are seconds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 from typing import Literal
+
+import numpy as np
+
+from moesaic.spec.errors import SpecError
+
+from .workload import Floats
 
 Stream = Literal["compute", "fast", "network", "host", "send"]
 STREAMS: tuple[Stream, ...] = ("compute", "fast", "network", "host", "send")
@@ -40,3 +50,284 @@ class Piece:
     def part(self) -> str:
         """What the piece belongs to: its name up to the first dot."""
         return self.name.partition(".")[0]
+
+
+COMMUNICATION: tuple[Stream, ...] = ("fast", "network", "send")
+_COLLECTIVES: tuple[Stream, ...] = ("fast", "network")
+_SAME_TIME = 1e-12
+"""Relative; sums of the same seconds in another order are one moment."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How many times longer work takes while compute and a collective of the same rank run together.
+
+    Collectives take streaming multiprocessors and memory bandwidth from compute, and get fewer than alone. Copies to
+    the host and sends between pipeline stages are left out: engines outside the multiprocessors move most of them.
+    """
+
+    compute: float = 1.0
+    """On kernels, while `fast` or `network` is busy."""
+    communication: float = 1.0
+    """On `fast` and `network`, while `compute` is busy."""
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.compute < math.inf and 1 <= self.communication < math.inf):
+            raise SpecError(
+                f"overlap lengthens compute {self.compute} times and communication {self.communication} times, but "
+                "both must be finite and at least 1: work does not get faster by sharing a device"
+            )
+
+    @classmethod
+    def of_processors(cls, taken: int, processors: int, communication: float = 1.0) -> Contention:
+        """Communication kernels hold `taken` of a device's `processors`, and compute gets the rest: DeepEP's 20 of the
+        132 of an H800 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2) make it 1.18 times longer."""
+        if not 0 <= taken < processors:
+            raise SpecError(
+                f"communication takes {taken} of {processors} multiprocessors: some must be left to compute"
+            )
+        return cls(processors / (processors - taken), communication)
+
+
+GALVATRON = Contention(1.126, 1.126)
+"""The measured coefficient that Galvatron ships (github.com/PKU-DAIR/Hetu-Galvatron), on both sides."""
+ALONE = Contention()
+"""Neither side notices the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work on one stream of one rank, which starts when all tasks `after` (indices of the task list) are done."""
+
+    rank: int
+    stream: Stream
+    name: str
+    seconds: float
+    """Alone, without contention."""
+    after: tuple[int, ...] = ()
+    priority: float = 0.0
+    """Of the tasks of a stream that are ready, the one with the least priority starts, then the first in the list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a stream of a rank did from `start` to `stop`."""
+
+    rank: int
+    stream: Stream
+    name: str
+    start: float
+    stop: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened when, from time 0; events in order of start. Shares come from unions of intervals, so that two
+    things at the same time count once."""
+
+    events: tuple[Event, ...]
+    ranks: int
+
+    @property
+    def makespan(self) -> float:
+        """Until the last event stops."""
+        return max((event.stop for event in self.events), default=0.0)
+
+    @property
+    def streams(self) -> tuple[tuple[int, Stream], ...]:
+        """The (rank, stream) pairs that have events, by rank and then in the order of STREAMS."""
+        used = {(event.rank, event.stream) for event in self.events}
+        return tuple(sorted(used, key=lambda pair: (pair[0], STREAMS.index(pair[1]))))
+
+    def busy(self, *streams: Stream, rank: int | None = None) -> float:
+        """Seconds in which at least one of `streams` is busy, summed over ranks or of one `rank`."""
+        return sum(float((b - a).sum()) for a, b in (self._union(each, streams) for each in self._ranks(rank)))
+
+    def overlapped(self, rank: int | None = None) -> float:
+        """Seconds in which a rank computes and communicates at the same time: |communication ∩ compute|."""
+        total = 0.0
+        for each in self._ranks(rank):
+            both = self._union(each, ("compute", *COMMUNICATION))
+            total += self.busy("compute", rank=each) + self.busy(*COMMUNICATION, rank=each)
+            total -= float((both[1] - both[0]).sum())
+        return max(total, 0.0)
+
+    def hidden(self, rank: int | None = None) -> float:
+        """Share of communication that runs under compute, |communication ∩ compute| / |communication|; 1 without
+        communication."""
+        communication = self.busy(*COMMUNICATION, rank=rank)
+        return self.overlapped(rank) / communication if communication else 1.0
+
+    def exposed(self, rank: int | None = None) -> float:
+        """Seconds in which a rank communicates and does not compute."""
+        return self.busy(*COMMUNICATION, rank=rank) - self.overlapped(rank)
+
+    def idle(self, rank: int) -> float:
+        """Seconds until the makespan in which `rank` does not compute."""
+        return self.makespan - self.busy("compute", rank=rank)
+
+    def _ranks(self, rank: int | None) -> Sequence[int]:
+        return range(self.ranks) if rank is None else (rank,)
+
+    @cached_property
+    def _by_stream(self) -> dict[tuple[int, Stream], list[Event]]:
+        grouped: dict[tuple[int, Stream], list[Event]] = {}
+        for event in self.events:
+            grouped.setdefault((event.rank, event.stream), []).append(event)
+        return grouped
+
+    def _union(self, rank: int, streams: Sequence[Stream]) -> tuple[Floats, Floats]:
+        """Starts and stops of the disjoint intervals in which one of `streams` is busy."""
+        events = [event for stream in set(streams) for event in self._by_stream.get((rank, stream), ())]
+        starts = np.array([event.start for event in events])
+        stops = np.array([event.stop for event in events])
+        order = np.argsort(starts, kind="stable")
+        starts, reach = starts[order], np.maximum.accumulate(stops[order]) if len(events) else stops
+        gap = starts[1:] > reach[:-1]
+        first = np.concatenate(([True], gap)) if len(events) else np.zeros(0, bool)
+        last = np.concatenate((gap, [True])) if len(events) else np.zeros(0, bool)
+        return starts[first], reach[last]
+
+
+def run(tasks: Sequence[Task], contention: Contention = ALONE) -> Timeline:
+    """Work off `tasks`: each stream does one at a time, never idles while one of its tasks is ready, and does not
+    interrupt what it started.
+
+    Raises:
+        SpecError: a time below zero or not finite, or tasks that wait for each other.
+    """
+    starts, stops = moments(tasks, contention)
+    events = [
+        Event(task.rank, task.stream, task.name, start, stop)
+        for task, start, stop in zip(tasks, starts, stops, strict=True)
+        if stop > start
+    ]
+    events.sort(key=lambda event: (event.start, event.rank, STREAMS.index(event.stream)))
+    return Timeline(tuple(events), 1 + max((task.rank for task in tasks), default=-1))
+
+
+def moments(tasks: Sequence[Task], contention: Contention = ALONE) -> tuple[list[float], list[float]]:
+    """Start and stop of every task of `run`, in the order of `tasks`; tasks of no time too."""
+    count = len(tasks)
+    lanes: dict[tuple[int, Stream], int] = {}
+    lane_of = [lanes.setdefault((task.rank, task.stream), len(lanes)) for task in tasks]
+    sharing = _Sharing(lanes, contention)
+    waiting = [0] * count
+    followers: list[list[int]] = [[] for _ in range(count)]
+    for index, task in enumerate(tasks):
+        if not 0 <= task.seconds < math.inf:
+            raise SpecError(f"{task.name} takes {task.seconds} s: times are finite and at least 0")
+        waiting[index] = len(task.after)
+        for before in task.after:
+            followers[before].append(index)
+    starts, stops = [math.nan] * count, [math.nan] * count
+    queues: list[list[tuple[float, int]]] = [[] for _ in lanes]
+    running = [-1] * len(lanes)
+    alarms: list[tuple[float, int, int]] = []  # stop, version of the lane's estimate, lane
+    now, left = 0.0, count
+    ready = [index for index in range(count) if not waiting[index]]
+    touched: set[int] = set()
+    while True:
+        while ready:
+            index = ready.pop()
+            if tasks[index].seconds:
+                lane = lane_of[index]
+                heappush(queues[lane], (tasks[index].priority, index))
+                touched.add(lane)
+                continue
+            starts[index] = stops[index] = now  # a mere moment needs no stream
+            left -= 1
+            for follower in followers[index]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        for lane in touched:
+            if running[lane] < 0 and queues[lane]:
+                index = heappop(queues[lane])[1]
+                running[lane] = index
+                starts[index] = now
+                sharing.start(lane, tasks[index].seconds, now)
+        sharing.settle(touched, now, alarms)
+        touched = set()
+        limit = -math.inf
+        while alarms and (alarms[0][0] <= limit or limit < 0):
+            stop, version, lane = heappop(alarms)
+            if version != sharing.version[lane]:
+                continue
+            if limit < 0:
+                limit = stop * (1 + _SAME_TIME)
+            now = stop
+            index, running[lane] = running[lane], -1
+            sharing.stop(lane)
+            stops[index] = stop
+            left -= 1
+            touched.add(lane)
+            for follower in followers[index]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        if not touched:
+            break
+    if left:
+        stuck = next(index for index in range(count) if stops[index] != stops[index])
+        raise SpecError(
+            f"{left} of {count} tasks never start, among them {tasks[stuck].name} on rank {tasks[stuck].rank}: "
+            "they wait for each other"
+        )
+    return starts, stops
+
+
+class _Sharing:
+    """Progress of what runs on each lane, whose speed changes when compute and collectives of a rank meet or part."""
+
+    def __init__(self, lanes: dict[tuple[int, Stream], int], contention: Contention) -> None:
+        self.version = [0] * len(lanes)
+        self.factor = [1.0] * len(lanes)
+        self.until = [math.nan] * len(lanes)
+        self.fresh: set[int] = set()
+        self.busy = [False] * len(lanes)
+        together = contention.compute > 1 or contention.communication > 1
+        by_rank: dict[int, list[tuple[int, Stream]]] = {}
+        for (rank, stream), lane in lanes.items():
+            by_rank.setdefault(rank, []).append((lane, stream))
+        self.compute: list[list[int]] = [[] for _ in lanes]
+        self.collectives: list[list[int]] = [[] for _ in lanes]
+        self.slow = [1.0] * len(lanes)
+        for members in by_rank.values() if together else ():
+            compute = [lane for lane, stream in members if stream == "compute"]
+            collectives = [lane for lane, stream in members if stream in _COLLECTIVES]
+            for lane in compute + collectives:
+                self.compute[lane], self.collectives[lane] = compute, collectives
+                self.slow[lane] = contention.compute if lane in compute else contention.communication
+
+    def start(self, lane: int, seconds: float, now: float) -> None:
+        self.busy[lane] = True
+        self.until[lane] = now + seconds
+        self.factor[lane] = 1.0
+        self.fresh.add(lane)
+
+    def stop(self, lane: int) -> None:
+        self.busy[lane] = False
+        self.version[lane] += 1
+
+    def settle(self, touched: Iterable[int], now: float, alarms: list[tuple[float, int, int]]) -> None:
+        """After starts and stops on `touched` lanes: set the speeds of their ranks and when lanes will stop."""
+        changed = set(self.fresh)
+        self.fresh.clear()
+        for lane in touched:
+            if not self.compute[lane] or not self.collectives[lane]:
+                continue
+            meet = self.busy[self.compute[lane][0]] and any(self.busy[other] for other in self.collectives[lane])
+            for other in self.compute[lane] + self.collectives[lane]:
+                factor = self.slow[other] if meet else 1.0
+                if self.busy[other] and factor != self.factor[other]:
+                    self.until[other] = now + (self.until[other] - now) * factor / self.factor[other]
+                    self.factor[other] = factor
+                    changed.add(other)
+        for lane in changed:
+            self.version[lane] += 1
+            heappush(alarms, (self.until[lane], self.version[lane], lane))

@@ -1,0 +1,311 @@
+"""Layers on streams: forward and backward of a micro-batch, or of two at once, with what overlaps.
+
+The pieces of a layer become a graph of parts that wait for each other. Overlap only removes waits: between chunks of a
+piece, between branches, between gradients of weights and what comes after them. The streams then take what is ready,
+the longest way to the end first, as hand-tuned orders do (MegaScale-MoE, arXiv 2505.11432, section 4.1; DualPipe,
+DeepSeek-V3, arXiv 2412.19437, figure 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moesaic.spec.errors import SpecError, nearest
+
+from .timeline import ALONE, Contention, Piece, Task, Timeline, run
+from .workload import OVERLAP
+
+What = Literal["forward", "backward", "both", "pair"]
+
+GATE_UP_SHARE = 2 / 3
+"""Of a gated MLP's work, the part before its activation: two of three equal matrices."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """How long one micro-batch keeps a virtual stage, for `simulate_step`."""
+
+    forward: float
+    backward: float
+    """All of backward."""
+    backward_input: float
+    """Backward without gradients of weights."""
+    backward_weight: float
+    """Gradients of weights on their own."""
+    pair: float
+    """Forward of one micro-batch and backward of another together, as `experts` overlaps them."""
+
+
+def simulate_layers(
+    layers: Sequence[Sequence[Piece]],
+    overlap: Collection[str] = (),
+    *,
+    what: What | None = None,
+    chunks: int = 4,
+    chunk_seconds: float = 0.0,
+    contention: Contention = ALONE,
+    weights: bool = True,
+    rank: int = 0,
+) -> Timeline:
+    """One rank's streams while micro-batches pass through `layers`, in order of forward.
+
+    `what`: `forward` or `backward` of one micro-batch, `both` one after the other, or `pair`, the forward of one beside
+    the backward of another; by default `pair` when `experts` overlap, else `both`.
+
+    `overlap` is of workload.OVERLAP. `inside` cuts all from dispatch to combine into `chunks`, each of which goes ahead
+    on its own (and `context` exchange with the matmul beside it); `tensor` does the same to tensor-parallel
+    communication and the matmul beside it. `shared_experts` makes the shared expert a branch beside all from dispatch
+    to combine, in two halves that fill gaps. `between` lets recomputation and gradients of weights run under
+    communication of the same layer (MegaScale-MoE, section 4.1, figure 8b), `weight_gradients` those of weights under
+    any that follows. `gradients` and `parameters` are of a step, not of a layer, and change nothing here. Every chunk
+    after the first costs `chunk_seconds` more, for launches and worse matmul shapes. `weights` False leaves gradients
+    of weights out.
+
+    Raises:
+        SpecError: an unknown overlap, fewer than one chunk, or times that are not finite or below zero.
+    """
+    for word in overlap:
+        if word not in OVERLAP:
+            raise SpecError(f"unknown overlap {word!r}: {nearest(word, OVERLAP)}")
+    if chunks < 1:
+        raise SpecError(f"overlap `inside` cuts pieces into {chunks} chunks: it needs at least 1")
+    what = what or ("pair" if "experts" in overlap else "both")
+    graph = _Graph(frozenset(overlap), chunks, chunk_seconds, weights, rank)
+    nodes = [graph.nodes(pieces) for pieces in layers]
+    done: tuple[int, ...] = ()
+    if what != "backward":
+        done = graph.forward(nodes, "F")
+    if what != "forward":
+        graph.backward(nodes, "B" if what != "pair" else "B'", done if what == "both" else ())
+    return run(graph.urgent(), contention)
+
+
+def stage_seconds(
+    layers: Sequence[Sequence[Piece]],
+    overlap: Collection[str] = (),
+    *,
+    chunks: int = 4,
+    chunk_seconds: float = 0.0,
+    contention: Contention = ALONE,
+) -> StageSeconds:
+    """What `simulate_layers` says about one virtual stage; arguments as there."""
+
+    def seconds(what: What, weights: bool = True) -> float:
+        return simulate_layers(
+            layers,
+            overlap,
+            what=what,
+            chunks=chunks,
+            chunk_seconds=chunk_seconds,
+            contention=contention,
+            weights=weights,
+        ).makespan
+
+    return StageSeconds(
+        forward=seconds("forward"),
+        backward=seconds("backward"),
+        backward_input=seconds("backward", weights=False),
+        backward_weight=sum(piece.backward_weight for pieces in layers for piece in pieces),
+        pair=seconds("pair"),
+    )
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A share of a piece, and the nodes (of the same layer) whose output it reads."""
+
+    piece: Piece
+    after: tuple[int, ...]
+
+
+class _Graph:
+    """Collects tasks: `forward` and `backward` add those of all layers."""
+
+    def __init__(self, overlap: frozenset[str], chunks: int, chunk_seconds: float, weights: bool, rank: int) -> None:
+        self.overlap, self.chunks, self.chunk_seconds = overlap, chunks, chunk_seconds
+        self.weights, self.rank = weights, rank
+        self.tasks: list[Task] = []
+
+    def nodes(self, pieces: Sequence[Piece]) -> list[_Node]:
+        """The graph of one layer's forward. The first node has no `after`; what nobody reads is the layer's output."""
+        beside = [p for p in pieces if p.part == "shared_experts"] if "shared_experts" in self.overlap else []
+        main = [piece for piece in pieces if piece not in beside]
+        parts = [piece.part for piece in main]
+        if "dispatch" not in parts or "combine" not in parts:
+            beside, main = [], list(pieces)
+            parts = [piece.part for piece in main]
+        first = parts.index("dispatch") if beside else -1
+        last = len(parts) - 1 - parts[::-1].index("combine") if beside else -1
+        runs = self._runs(main)
+        nodes: list[_Node] = []
+        ends: tuple[int, ...] = ()  # of the piece before, one per chunk
+        branch: tuple[int, ...] = ()
+        for place, piece in enumerate(main):
+            if place == first:
+                branch = self._branch(nodes, beside, ends)
+            run_of = runs[place]
+            cut = run_of is not None
+            follows = cut and place > 0 and runs[place - 1] == run_of
+            count = self.chunks if cut else 1
+            begin = len(nodes)
+            for chunk in range(count):
+                after = (ends[chunk],) if follows else ends
+                nodes.append(_Node(self._share(piece, count, chunk), after))
+            ends = tuple(range(begin, len(nodes)))
+            if place == last:
+                ends += branch
+        return nodes
+
+    def forward(self, layers: list[list[_Node]], tag: str) -> tuple[int, ...]:
+        """Add forward of all layers; what it ends with."""
+        ends: tuple[int, ...] = ()
+        for number, nodes in enumerate(layers):
+            made: list[int] = []
+            for node in nodes:
+                after = tuple(made[index] for index in node.after) if node.after else ends
+                made.append(self._add(node.piece, f"{tag} {node.piece.name}", node.piece.forward, after, number))
+            ends = tuple(made[index] for index in _outputs(nodes)) or ends
+        return ends
+
+    def backward(self, layers: list[list[_Node]], tag: str, start: tuple[int, ...]) -> None:
+        """Add backward of all layers, the last one first, after the tasks `start`."""
+        free = bool(self.overlap & {"weight_gradients", "between"})
+        ends = start
+        for number in reversed(range(len(layers))):
+            nodes = layers[number]
+            readers: list[list[int]] = [[] for _ in nodes]
+            for index, node in enumerate(nodes):
+                for before in node.after:
+                    readers[before].append(index)
+            again = self._again(nodes)
+            exits: list[tuple[int, ...]] = [()] * len(nodes)
+            remade: dict[int, int] = {}
+            entry, begin = ends, len(self.tasks)
+            for index in reversed(range(len(nodes))):
+                piece = nodes[index].piece
+                gradient = tuple(t for reader in readers[index] for t in exits[reader]) or entry
+                # A group of pieces that are computed again starts with its first, when its last one's turn has come.
+                for member in again.get(index, ()):
+                    from_before = tuple(remade[n] for n in nodes[member].after if n in remade)
+                    ready = entry if "between" in self.overlap else gradient
+                    name = f"{tag} {nodes[member].piece.name} again"
+                    remade[member] = self._add(
+                        nodes[member].piece, name, nodes[member].piece.recompute, from_before or ready, number
+                    )
+                after = gradient + ((remade[index],) if index in remade else ())
+                made = self._add(piece, f"{tag} {piece.name}", piece.backward_input, after, number)
+                exits[index] = (made,)
+                if piece.backward_weight and self.weights:
+                    needs = after if free else (made,)
+                    weight = self._add(piece, f"{tag} {piece.name} weights", piece.backward_weight, needs, number)
+                    exits[index] = (made,) if free else (weight,)
+            inputs = tuple(t for index, node in enumerate(nodes) if not node.after for t in exits[index])
+            ends = inputs or ends
+            if "between" in self.overlap and "weight_gradients" not in self.overlap:
+                ends = tuple(range(begin, len(self.tasks))) or ends
+
+    def urgent(self) -> list[Task]:
+        """The tasks, the ones with the longest way to the end first."""
+        tail = [task.seconds for task in self.tasks]
+        longest = [0.0] * len(self.tasks)
+        for index in reversed(range(len(self.tasks))):
+            tail[index] += longest[index]
+            for before in self.tasks[index].after:
+                longest[before] = max(longest[before], tail[index])
+        return [replace(task, priority=-way) for task, way in zip(self.tasks, tail, strict=True)]
+
+    def _add(self, piece: Piece, name: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
+        self.tasks.append(Task(self.rank, piece.stream, f"{name} · {layer}", seconds, after))
+        return len(self.tasks) - 1
+
+    def _share(self, piece: Piece, count: int, chunk: int) -> Piece:
+        """One of `count` chunks of a piece."""
+        extra = self.chunk_seconds if chunk else 0.0
+
+        def part(seconds: float) -> float:
+            return seconds / count + extra if seconds else 0.0
+
+        if count == 1:
+            return piece
+        return Piece(
+            f"{piece.name} {chunk + 1}/{count}",
+            piece.stream,
+            part(piece.forward),
+            part(piece.backward_input),
+            part(piece.backward_weight),
+            part(piece.recompute),
+        )
+
+    def _branch(self, nodes: list[_Node], beside: Sequence[Piece], after: tuple[int, ...]) -> tuple[int, ...]:
+        """Add the shared expert as a branch of its own, in two halves if it is one piece; what it ends with."""
+        if len(beside) == 1:
+            beside = [
+                _scaled(beside[0], "gate_up", GATE_UP_SHARE),
+                _scaled(beside[0], "down", 1 - GATE_UP_SHARE),
+            ]
+        for piece in beside:
+            nodes.append(_Node(piece, after))
+            after = (len(nodes) - 1,)
+        return after
+
+    def _runs(self, pieces: Sequence[Piece]) -> list[int | None]:
+        """Of each piece, which run of pieces it is cut into chunks with, if any."""
+        joined = [False] * len(pieces)  # with the next one
+        parts = [piece.part for piece in pieces]
+        if "inside" in self.overlap and "dispatch" in parts and "combine" in parts:
+            for place in range(parts.index("dispatch"), len(parts) - 1 - parts[::-1].index("combine")):
+                joined[place] = True
+        wanted = {word: part for word, part in (("tensor", "tensor"), ("inside", "context")) if word in self.overlap}
+        for part in wanted.values():
+            for count, place in enumerate(index for index, each in enumerate(parts) if each == part):
+                detail = pieces[place].name.partition(".")[2]
+                ahead = "gather" in detail or ("scatter" not in detail and count % 2 == 0)
+                left = place if ahead else place - 1
+                other = left + 1 if ahead else left
+                if 0 <= left < len(pieces) - 1 and _can_be_cut(pieces[other]):
+                    joined[left] = True
+        runs: list[int | None] = []
+        number = 0
+        for place in range(len(pieces)):
+            before = place > 0 and joined[place - 1]
+            number += not before
+            runs.append(number if before or joined[place] else None)
+        return runs
+
+    def _again(self, nodes: Sequence[_Node]) -> dict[int, list[int]]:
+        """Neighbours that are computed again together, under the last of them."""
+        groups: dict[int, list[int]] = {}
+        group: list[int] = []
+        for index, node in enumerate(nodes):
+            if node.piece.recompute:
+                group.append(index)
+            elif group:
+                groups[group[-1]] = group
+                group = []
+        if group:
+            groups[group[-1]] = group
+        return groups
+
+
+def _scaled(piece: Piece, detail: str, share: float) -> Piece:
+    return Piece(
+        f"{piece.part}.{detail}",
+        piece.stream,
+        piece.forward * share,
+        piece.backward_input * share,
+        piece.backward_weight * share,
+        piece.recompute * share,
+    )
+
+
+def _can_be_cut(piece: Piece) -> bool:
+    """Attention's core needs all of a sequence; other compute can start with some of its rows."""
+    return piece.stream == "compute" and not piece.name.endswith(".core")
+
+
+def _outputs(nodes: Sequence[_Node]) -> list[int]:
+    """Nodes whose output no other node of the layer reads."""
+    read = {before for node in nodes for before in node.after}
+    return [index for index in range(len(nodes)) if index not in read]
