@@ -1,0 +1,34 @@
+"""Launch files: one plan becomes the files with which another stack, or this one, starts it.
+
+What a target has no word for is refused where the run would be another one or would not start, and otherwise noted at
+the top of the files. Nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moesaic.spec.errors import SpecError, nearest
+
+from . import megatron, run_file
+from .flags import check_flags
+from .plan import Plan, plain_name
+
+__all__ = ["TARGETS", "Plan", "check_flags", "launch_files", "plain_name"]
+
+TARGETS: dict[str, Callable[[Plan], dict[str, str]]] = {
+    "megatron": megatron.files,
+    "run-file": run_file.files,
+}
+"""Writers by the name of the stack that they write for."""
+
+
+def launch_files(target: str, plan: Plan) -> dict[str, str]:
+    """The files with which `target` runs the plan: names and texts.
+
+    Raises:
+        SpecError: an unknown target, or something of the plan that it cannot run.
+    """
+    if target not in TARGETS:
+        raise SpecError(f"There is no launch target {target!r}; {nearest(target, TARGETS)}")
+    return TARGETS[target](plan)
