@@ -1,15 +1,26 @@
 """How fast things go: shares of a machine's peaks that software reaches, and fixed costs.
 
-Quantities (FLOPs, bytes, launches) follow from the model and the layout; a `Rates` turns them into seconds. Its fields
-are few, have a meaning on their own, and are the same for every accelerator unless the stack says otherwise: peaks and
-bandwidths come from the `ClusterSpec`.
+Quantities (FLOPs, bytes, launches) follow from the model and the layout; `Rates` turn them into seconds. They are few,
+each has a meaning on its own, and they are the same for every accelerator: peaks and bandwidths come from the
+`ClusterSpec`. `dataclasses.replace` changes single ones, for a fit or for a machine that was measured.
+
+Sources, by the letter in a field's line:
+a  AIConfigurator's measured tables (PyPI aiconfigurator-core 0.12, Apache-2.0): GEMM, attention, NCCL 2.29 by size.
+s  SimuMax 1.2's B200 system file (github.com/MooreThreads/SimuMax): grouped GEMM forward and backward, permutation.
+m  Megatron-Core MoE report (arXiv 2603.07685), tables of dispatchers and attention kernels.
+g  MegaScale-MoE (arXiv 2505.11432), figures 7 and 13, table 5.
+d  DeepSeek's published training trace (github.com/deepseek-ai/profile-data): 96 % of communication hidden.
+c  Calculon (SC'23): 2 % to 15 % of compute lost while communication runs.
+x  assumed, in the range of published traces.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.spec.cluster import ClusterSpec
+
+from .workload import Precision
 
 
 @dataclass(frozen=True)
@@ -18,25 +29,129 @@ class Stack:
     494 to 970 TFLOP/s per GPU by software alone (Megatron-Core's GB200 guide)."""
 
     framework: str = "megatron"
-    """`megatron` (Megatron-Core and Megatron-Bridge), `megascale`, `torchtitan`, `deepspeed`, `moesaic`."""
+    """`megatron` (Megatron-Core and Megatron-Bridge), `megascale`, `torchtitan`, `deepspeed`, `moesaic`, …; those
+    without rates of their own get Megatron's."""
     release: str = ""
     """Version or container, as in "25.11"; empty when not known."""
     graphs: bool = False
     """Kernels are launched as CUDA graphs, so that the host does not limit them."""
     balanced: bool = True
-    """Routing is forced to be balanced, or padded to equal counts."""
+    """Routing is forced to be balanced, or padded to equal counts. What is not costs a wait for counts on the host."""
+    fused: bool = True
+    """Routers, permutations and row sums are kernels of their own instead of several framework operations."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants of the closed form. Shares are of a peak, seconds are seconds."""
+    """Constants of the closed form: shares of a peak (0 to 1), ratios, and seconds."""
 
-    gemm_share: float = 0.80
-    attention_share: float = 0.55
+    # ------------------------------------------------------------ matmuls
+    gemm_share: float = 0.85
+    """Share of the bf16 peak that large matmuls sustain on a slow accelerator. (a, g: 0.73 with attention on H20)"""
+    gemm_half_peak: float = 2.6e15
+    """Bf16 peak, FLOP/s, at which that share has halved: the faster the matrix units, the more power and data limit
+    them in a long run. One curve gives A100 0.76, H100 0.62, B200 0.46. (s: dense rows; g: 0.54 to 0.58 with attention;
+    kernels timed alone reach 0.8 on H100 and 0.65 on B200, by a)"""
+    fp8_share: float = 0.70
+    """Share of the fp8 peak over that of the bf16 peak, for per-tensor and block scaling. (a: 0.51 / 0.81 on H100)"""
+    mxfp8_share: float = 0.80
+    nvfp4_share: float = 0.55
+    """(a: 0.35 / 0.65 on B200)"""
+    weight_gradient_share: float = 0.85
+    """Weight-gradient matmuls over the others. (s)"""
+    gemm_seconds: float = 4.5e-6
+    """Filling and draining the device, per matmul. (a: all shapes of H100 and B200 within some percent)"""
+    group_seconds: float = 2.0e-6
+    """The same, per further expert of a grouped matmul. (s)"""
+    # ------------------------------------------------------------ attention core
+    attention_share: float = 1.1
+    """Rate of the forward of a fused attention core on long sequences over that of large matmuls. (m: 0.68 of H100's
+    peak; s: dense rows of 131,072 tokens on B200)"""
+    attention_half: float = 900.0
+    """Positions at which that share has halved. (m: 0.56 at 4096, 0.645 at 16384 on Hopper; Blackwell alike)"""
+    attention_backward: float = 0.80
+    """Rate of its backward over its forward. (m, d)"""
+    # ------------------------------------------------------------ memory-bound work and the host
     memory_share: float = 0.80
-    launch_seconds: float = 6e-6
+    """Share of memory bandwidth that elementwise kernels reach. (a)"""
+    permute_share: float = 0.50
+    """The same for moving rows by index. (s)"""
+    loss_share: float = 0.30
+    """The same for the loss over the vocabulary. (s)"""
+    kernel_seconds: float = 8.0e-6
+    """Fixed device time of one small kernel with the gap before it. (s: 30 to 40 µs per operation of several)"""
+    graph_kernel_share: float = 0.4
+    """What CUDA graphs leave of it. (a: 3 µs)"""
+    launch_seconds: float = 7.0e-6
+    """Host time of one kernel launch with its framework code; it overlaps with the device. (x)"""
+    graph_launch_share: float = 0.1
+    """What CUDA graphs leave of it. (x)"""
+    sync_seconds: float = 40e-6
+    """A wait of the host for the device in a layer whose counts of rows are not known beforehand. (x)"""
+    unfused: float = 1.0
+    """Bytes of moving rows and routing over those of fused kernels. (g: `scatter_add` instead of CUDA kernels)"""
+    # ------------------------------------------------------------ links
+    fast_share: float = 0.75
+    """Share of a fast link's bandwidth that all-gather and reduce-scatter reach. (a: 0.75 on H100, 0.77 on B200)"""
+    alltoall_ratio: float = 0.88
+    """Bandwidth of NCCL's all-to-all over that of its all-gather. (a: 0.66 to 0.72 of the link; g: 0.75 in Fig. 7)"""
+    fused_ratio: float = 0.95
+    """The same for DeepEP and HybridEP. (m: 0.69 to 0.77 of the link on GB200)"""
+    copy_per_rank: float = 0.0
+    """1 where `alltoall` sends one copy to each rank that a token needs, 0 where it sends one per choice."""
+    network_share: float = 0.87
+    """Share of a network card's bandwidth. (m: 0.81 to 0.90 for all-to-all over 16 to 64 H100)"""
+    fast_latency: float = 40e-6
+    """Seconds of a collective over fast links that carries nothing. (a: 34 to 53 µs on 8 GPUs)"""
+    network_latency: float = 60e-6
+    """The same with other domains in the group. (x)"""
+    # ------------------------------------------------------------ overlap
+    hidden_tensor: float = 0.6
+    """Share of tensor-parallel communication hidden under its matmuls where that is asked for. (x)"""
+    hidden_shared: float = 0.9
+    """Share of a shared expert's time that hides dispatch. (x)"""
+    hidden_between: float = 0.5
+    """Share of backward's communication that independent operators of the same micro-batch hide. (g: table 5)"""
+    hidden_inside: float = 0.6
+    """Share of communication that fused kernels hide inside their own matmuls. (g: table 5)"""
+    hidden_experts: float = 0.9
+    """Share of dispatch that another micro-batch hides. (d: 0.96; m: 0.93)"""
+    hidden_gradients: float = 0.9
+    """Share of one backward pass that hides the reduction of gradients, and of a forward pass for gathering. (x)"""
+    slowdown: float = 0.15
+    """Seconds lost on both sides per second of communication that runs under compute. (c, d)"""
+    # ------------------------------------------------------------ the step
+    straggler: float = 0.004
+    """Waiting for the slowest rank, as a share of the step per doubling of the ranks that average gradients. (x)"""
+    step_seconds: float = 10e-3
+    """Fixed cost of a step: data, gradient norm, counters. (x)"""
+
+    def precision_share(self, precision: Precision) -> float:
+        """Share of a precision's own peak over the share of the bf16 peak."""
+        return {"fp8": self.fp8_share, "mxfp8": self.mxfp8_share, "nvfp4": self.nvfp4_share}.get(precision, 1.0)
+
+    def sustained(self, peak_bf16: float) -> float:
+        """Share of the bf16 peak (FLOP/s) that large matmuls sustain on an accelerator with that peak."""
+        return self.gemm_share / (1 + peak_bf16 / self.gemm_half_peak)
 
 
 def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
-    """The rates of a software stack on a cluster; `dataclasses.replace` changes single ones."""
-    return Rates()
+    """The rates of a software stack on a cluster."""
+    rates = Rates()
+    if stack.framework == "megascale":
+        rates = replace(rates, straggler=0.0)
+    if stack.framework == "moesaic":
+        rates = replace(rates, copy_per_rank=1.0)
+    if stack.graphs:
+        rates = replace(
+            rates,
+            launch_seconds=rates.launch_seconds * rates.graph_launch_share,
+            kernel_seconds=rates.kernel_seconds * rates.graph_kernel_share,
+        )
+    if stack.balanced:
+        rates = replace(rates, sync_seconds=0.0)
+    if not stack.fused:
+        rates = replace(rates, unfused=3.0)
+    if cluster.gpu.vendor.lower() == "amd":
+        rates = replace(rates, gemm_share=rates.gemm_share * 0.75)
+    return rates

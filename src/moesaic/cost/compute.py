@@ -1,0 +1,386 @@
+"""The operations of one micro-batch through one layer, with their seconds, for many layouts at once.
+
+A layer is a short list of operations in the order of its forward pass. Each has a module (what recompute names), a
+cause (what the step's time is split by) and seconds of forward, of the gradient of its input and of its weights.
+Letters: D hidden, T tokens of the tensor-parallel group, t a rank's own tokens, s sequence, H heads, F expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.errors import SpecError
+from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+
+from .counts import attention_norms, visible_positions
+from .rates import Rates
+from .traffic import Bytes, Groups, Numbers, dispatch, groups, ring, seconds, tensor_parallel, ulysses
+from .workload import PRECISIONS, Columns, Floats, Precision, Workload
+
+Cause = Literal["compute", "memory_bound", "dispatch", "tensor", "context"]
+CAUSES: tuple[Cause, ...] = ("compute", "memory_bound", "dispatch", "tensor", "context")
+BF16 = 2
+"""Bytes of an activation."""
+_FP8_CASTS = 5
+"""Bytes moved per element that is cast: 2 read, 1 written, and 2 for the transposed copy that backward needs."""
+_PEAK_KEY: dict[Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a micro-batch in a layer. Seconds are arrays [N] or one number for all."""
+
+    name: str
+    module: str
+    """The name in `RECOMPUTE` that repeats it; "" for what only `full` repeats."""
+    cause: Cause
+    forward: Numbers = 0.0
+    backward_input: Numbers = 0.0
+    backward_weight: Numbers = 0.0
+    launches: int = 1
+    """Kernels of its forward; backward has as many for each gradient it makes."""
+    network: Numbers = False
+    """Whether a collective leaves the fast domain."""
+    in_moe: bool = False
+    """Whether recompute of whole expert blocks (`moe`) repeats it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What turns quantities into seconds, for a workload on N layouts."""
+
+    work: Workload
+    columns: Columns
+    cluster: ClusterSpec
+    rates: Rates
+    groups: Groups
+    bandwidth: float
+    """Bytes per second of memory at the share that elementwise kernels reach."""
+    bf16: float
+    """FLOP/s that large bf16 matmuls sustain."""
+    low: float
+    """The same in the workload's precision."""
+    own: Floats
+    """Tokens of a rank, micro_batch·s/(cp·tp)."""
+    tokens: Floats
+    """Tokens of its tensor-parallel group, micro_batch·s/cp."""
+
+    @classmethod
+    def of(cls, work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rates) -> Machine:
+        """The machine of `work` on `columns`.
+
+        Raises:
+            SpecError: the accelerator has no such precision.
+        """
+        peaks = cluster.gpu.peak_flops
+        key = _PEAK_KEY[work.precision]
+        if key not in peaks:
+            can = ", ".join(p for p in PRECISIONS if _PEAK_KEY[p] in peaks)
+            raise SpecError(f"{cluster.gpu.name} has no {work.precision} matmuls: it can do {can}.")
+        share = rates.sustained(peaks.get("bf16", peaks[key]))
+        tokens = columns.micro_batch * work.seq_len / columns.cp
+        return cls(
+            work,
+            columns,
+            cluster,
+            rates,
+            groups(columns, cluster.fast_domain),
+            cluster.gpu.memory_bandwidth * rates.memory_share,
+            peaks.get("bf16", peaks[key]) * share,
+            peaks[key] * share * rates.precision_share(work.precision),
+            tokens / columns.tp,
+            tokens,
+        )
+
+    # ------------------------------------------------------------ kernels
+
+    def gemm(
+        self, name: str, module: str, m: Numbers, n: Numbers, k: Numbers, *, low: bool = True, in_moe: bool = False
+    ) -> Op:
+        """[m, k] times [k, n]: the slower of its FLOPs and its bytes, and a fixed time to fill the device."""
+        flops, speed = 2.0 * m * n * k, self.low if low else self.bf16
+        moved = BF16 * (m * k + k * n + m * n) / self.bandwidth
+        once = np.maximum(flops / speed, moved) + self.rates.gemm_seconds
+        weight = np.maximum(flops / (speed * self.rates.weight_gradient_share), moved) + self.rates.gemm_seconds
+        return Op(name, module, "compute", once, once, weight, in_moe=in_moe)
+
+    def grouped(self, name: str, count: Numbers, rows: Numbers, n: Numbers, k: Numbers) -> Op:
+        """`count` experts of `rows` rows each. Each loads its weights before its rows flow, and its weight gradient is
+        written in fp32: this reproduces B200 from 128 to 9,832 rows per expert within 10 %, all three passes."""
+        flops, weights = 2.0 * count * rows * n * k, count * n * k
+        fixed = self.rates.gemm_seconds + self.rates.group_seconds * (count - 1)
+        item = 1 if self.low > self.bf16 else BF16
+        once = flops / self.low + item * weights / self.bandwidth + fixed
+        weight = flops / (self.low * self.rates.weight_gradient_share) + 4 * weights / self.bandwidth + fixed
+        return Op(name, "moe", "compute", once, once, weight, in_moe=True)
+
+    def memory(
+        self,
+        name: str,
+        module: str,
+        forward: Numbers,
+        backward: Numbers | None = None,
+        *,
+        kernels: int = 1,
+        share: float | None = None,
+        in_moe: bool = False,
+    ) -> Op:
+        """Kernels that move `forward` bytes, and `backward` bytes (twice as many unless given)."""
+        speed = self.cluster.gpu.memory_bandwidth * (self.rates.memory_share if share is None else share)
+        fixed = kernels * self.rates.kernel_seconds
+        back = 2.0 * forward if backward is None else backward
+        return Op(
+            name, module, "memory_bound", forward / speed + fixed, back / speed + fixed, launches=kernels, in_moe=in_moe
+        )
+
+    def cast(self, name: str, module: str, elements: Numbers, in_moe: bool = False) -> list[Op]:
+        """Quantising a matmul's input in forward, and its output's gradient (taken as equally large) in backward."""
+        if self.low <= self.bf16:
+            return []
+        moved = _FP8_CASTS * elements
+        return [self.memory(name, module, moved, moved, in_moe=in_moe)]
+
+    def exchange(
+        self, name: str, module: str, cause: Cause, sent: Bytes, *, ratio: Numbers = 1.0, back: float = 1.0,
+        messages: Numbers = 1.0, in_moe: bool = False, launches: int = 1,
+    ) -> Op:  # fmt: skip
+        """A collective; backward repeats it `back` times."""
+        once = seconds(sent, self.cluster, self.rates, ratio, messages)
+        return Op(name, module, cause, once, once * back, launches=launches, network=sent.network > 0, in_moe=in_moe)
+
+
+@dataclass(frozen=True)
+class LayerOps:
+    """The operations of a layer in order of forward, and its parameters on one rank."""
+
+    ops: list[Op]
+    dense_parameters: Numbers = 0.0
+    """On the dense mesh, cut by tp where they are cut."""
+    expert_parameters: Numbers = 0.0
+    wait: Numbers = 0.0
+    """Seconds per pass in which the host waits for the device."""
+    extra: dict[str, Numbers] = field(default_factory=dict)
+
+
+def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
+    """One decoder layer."""
+    m, hidden = machine, machine.work.model.hidden
+    ops = [m.memory("input norm", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden)]
+    attention, weights = _attention(layer.attention, machine)
+    ops += attention
+    ops.append(m.memory("residual", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    ops.append(m.memory("feed-forward norm", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden))
+    expert: Numbers = 0.0
+    wait = 0.0
+    if layer.mlp is not None:
+        block, count = _mlp(layer.mlp, machine, "mlp", "mlp")
+        ops += block
+        weights = weights + count
+    if layer.moe is not None:
+        block, count, expert = _moe(layer.moe, machine)
+        ops += block
+        weights = weights + count
+        wait = m.rates.sync_seconds
+    ops.append(m.memory("residual", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    return LayerOps(ops, weights + 2 * hidden + attention_norms(layer.attention), expert, wait)
+
+
+def _tensor(machine: Machine, name: str, module: str, width: int, in_moe: bool = False) -> Op:
+    sent = tensor_parallel(machine.tokens, width, BF16, machine.groups.tp)
+    return machine.exchange(name, module, "tensor", sent, in_moe=in_moe)
+
+
+def _attention(spec: AttentionSpec, machine: Machine) -> tuple[list[Op], Numbers]:
+    m, c, hidden = machine, machine.columns, machine.work.model.hidden
+    tp, heads = c.tp, spec.heads / c.tp
+    kv_heads = np.maximum(spec.kv_heads / tp, 1.0)
+    ops: list[Op] = []
+    if spec.kind == "mla":
+        latent = (spec.kv_rank or 0) + (spec.rope_dim or 0)
+        ops += m.cast("cast input", "", m.own * hidden)
+        if spec.q_rank is not None:
+            ops.append(m.gemm("query down", "", m.own, spec.q_rank, hidden))
+            ops.append(m.memory("query norm", "layernorm", 2 * BF16 * m.own * spec.q_rank))
+        ops.append(m.gemm("latent down", "", m.own, latent, hidden))
+        ops.append(m.memory("latent norm", "layernorm", 2 * BF16 * m.own * (spec.kv_rank or 0)))
+        ops.append(_tensor(m, "gather latents", "", latent + (spec.q_rank or hidden)))
+        up = (spec.nope_dim or 0) + spec.v_head_dim
+        query_in = spec.q_rank or hidden
+        ops += m.cast("cast latents", "mla_up_proj", m.tokens * (query_in + (spec.kv_rank or 0)))
+        ops.append(m.gemm("query up", "mla_up_proj", m.tokens, heads * spec.head_dim, query_in))
+        ops.append(m.gemm("latent up", "mla_up_proj", m.tokens, heads * up, spec.kv_rank or 1))
+        weights: Numbers = hidden * latent + (spec.kv_rank or 0) * heads * up
+        weights = weights + (hidden * spec.q_rank if spec.q_rank else 0) + query_in * heads * spec.head_dim
+        q, kv = heads * spec.head_dim, heads * (spec.head_dim + spec.v_head_dim)
+        # Keys and values are put together from the latent's parts and the shared rotary key.
+        ops.append(m.memory("rope", "mla_up_proj", 2 * BF16 * m.tokens * (q + kv), kernels=4))
+    else:
+        q, kv = heads * spec.head_dim, kv_heads * (spec.head_dim + spec.v_head_dim)
+        ops.append(_tensor(m, "gather input", "", hidden))
+        ops += m.cast("cast input", "", m.tokens * hidden)
+        ops.append(m.gemm("query, key, value", "", m.tokens, q + kv, hidden))
+        weights = hidden * (q + kv)
+        rotated = q + kv_heads * spec.head_dim
+        ops.append(m.memory("rope", "", 2 * BF16 * m.tokens * rotated, 2 * BF16 * m.tokens * rotated, kernels=3))
+        if spec.qk_norm != "none":
+            ops.append(m.memory("query and key norm", "layernorm", 2 * BF16 * m.tokens * rotated, kernels=2))
+    out = heads * spec.v_head_dim
+    ops += _core(spec, machine, q, kv, out)
+    ops += m.cast("cast output", "", m.tokens * out)
+    ops.append(m.gemm("output", "", m.tokens, hidden, out))
+    ops.append(_tensor(m, "scatter output", "", hidden))
+    return ops, weights + out * hidden
+
+
+def _core(spec: AttentionSpec, machine: Machine, q: Numbers, kv: Numbers, out: Numbers) -> list[Op]:
+    """Scores and their sum over values, with what context parallelism exchanges before and after."""
+    m, c, rates = machine, machine.columns, machine.rates
+    seq, cp = m.work.seq_len, m.groups.cp
+    # Fewer key heads than ranks travel as one per rank (as in our trainer).
+    kv_sent = np.maximum(kv, c.cp * (spec.head_dim + spec.v_head_dim)) if spec.kind == "gqa" else kv
+    heads_sent = ulysses(m.tokens, q + kv_sent + out, BF16, cp)
+    ring_sent = ring(m.tokens, kv, BF16, cp)
+    ratio = np.where(c.ring, 1.0, rates.alltoall_ratio)
+    back = np.where(c.ring, 2.0, 1.0)
+    sent = Bytes(
+        np.where(c.ring, ring_sent.fast, heads_sent.fast), np.where(c.ring, ring_sent.network, heads_sent.network)
+    )
+    messages = np.where(c.ring, c.cp - 1, 4)
+    exchange = m.exchange("context exchange", "core_attn", "context", sent, ratio=ratio, back=1.0, messages=messages)
+    exchange = Op(**{**exchange.__dict__, "backward_input": exchange.forward * back})
+    positions = visible_positions(spec, seq)
+    flops = 2.0 * (spec.heads / c.tp) * (spec.head_dim + spec.v_head_dim) * positions * m.tokens
+    # A kernel sees whole sequences under ulysses, and blocks of s/cp positions in a ring.
+    length = np.where(c.ring, 2.0 * positions / c.cp, 2.0 * positions)
+    speed = m.bf16 * rates.attention_share * length / (length + rates.attention_half)
+    forward = flops / speed + rates.kernel_seconds * np.where(c.ring, c.cp, 1)
+    # Backward computes scores again: five matmuls where forward has two.
+    core = Op("attention core", "core_attn", "compute", forward, 2.5 * forward / rates.attention_backward, launches=2)
+    return [exchange, core]
+
+
+def _mlp(
+    spec: MlpSpec, machine: Machine, name: str, module: str, in_moe: bool = False, communicate: bool = True
+) -> tuple[list[Op], Numbers]:
+    m, hidden = machine, machine.work.model.hidden
+    width, ways = spec.width / m.columns.tp, 2 if spec.gated else 1
+    ops = [_tensor(m, f"{name} gather", module, hidden, in_moe)] if communicate else []
+    ops += m.cast(f"{name} cast input", module, m.tokens * hidden, in_moe)
+    ops.append(m.gemm(f"{name} up", module, m.tokens, ways * width, hidden, in_moe=in_moe))
+    ops.append(
+        m.memory(
+            f"{name} activation",
+            module,
+            BF16 * m.tokens * width * (ways + 1),
+            BF16 * m.tokens * width * (2 * ways + 1),
+            in_moe=in_moe,
+        )  # fmt: skip
+    )
+    ops += m.cast(f"{name} cast middle", module, m.tokens * width, in_moe)
+    ops.append(m.gemm(f"{name} down", module, m.tokens, hidden, width, in_moe=in_moe))
+    if communicate:
+        ops.append(_tensor(m, f"{name} scatter", module, hidden, in_moe))
+    return ops, (ways + 1) * hidden * width
+
+
+def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
+    m, c, rates, hidden = machine, machine.columns, machine.rates, machine.work.model.hidden
+    router, work = spec.router, machine.work
+    experts, top_k = router.experts, router.top_k
+    ep = np.gcd(c.ep, experts)
+    count = experts / ep
+    total = m.own * c.etp * top_k * work.imbalance  # rows of one expert-parallel rank
+    rows = total / count
+    width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
+    unfused, gathered = rates.unfused, c.dispatches("allgather")
+    ops: list[Op] = []
+    scores = m.gemm("router", "", m.own, experts, hidden, low=False, in_moe=True)
+    ops.append(scores)
+    small = int(round(4 * unfused))
+    ops.append(m.memory("choice", "", 4 * 4 * m.own * experts * unfused, kernels=2 * small, in_moe=True))
+    ops += _shared(spec, machine)
+    fused = c.dispatches("deepep", "hybridep")
+    ratio = np.where(gathered, 1.0, np.where(fused, rates.fused_ratio, rates.alltoall_ratio))
+    sent = dispatch(
+        m.own * work.imbalance, hidden, BF16, (experts, top_k, router.groups_kept, router.groups), c, m.groups,
+        copy_per_rank=rates.copy_per_rank > 0,
+    )  # fmt: skip
+    # Rows are put in the order of the exchange (not where one kernel does both), then in that of experts.
+    passed = m.own * top_k
+    sorting = np.where(gathered | fused | c.dispatches("local"), 0.0, passed * hidden * BF16)
+    moving = BF16 * hidden * total + np.where(gathered, m.own * ep * hidden * BF16, BF16 * hidden * total / top_k)
+    share = rates.permute_share
+    bring = m.memory("permute", "moe", (sorting + sorting / top_k) * unfused, (sorting + sorting / top_k) * unfused,
+                     kernels=3, share=share, in_moe=True)  # fmt: skip
+    arrange = m.memory("sort rows", "moe", 2 * BF16 * hidden * total * np.where(c.ep > 1, 1.0, 0.0)
+                       * np.where(gathered | fused, 0.0, 1.0) * unfused, None, kernels=1, share=share, in_moe=True)  # fmt: skip
+    local = m.memory("permute rows", "moe", np.where(sorting > 0, 0.0, moving) * unfused,
+                     np.where(sorting > 0, 0.0, moving) * unfused, kernels=1, share=share, in_moe=True)  # fmt: skip
+    there = m.exchange("dispatch", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
+    ops += [bring, there, arrange, local]
+    ops += m.cast("experts cast input", "moe", total * hidden, True)
+    ops.append(m.grouped("experts up", count, rows, ways * width, hidden))
+    ops.append(
+        m.memory(
+            "experts activation",
+            "moe_act",
+            BF16 * total * width * (ways + 1),
+            BF16 * total * width * (2 * ways + 1),
+            in_moe=True,
+        )  # fmt: skip
+    )
+    ops += m.cast("experts cast middle", "moe_act", total * width, True)
+    ops.append(m.grouped("experts down", count, rows, hidden, width))
+    back = m.exchange("combine", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
+    ops += [arrange, local, back, bring]
+    weights: Numbers = experts * hidden
+    if spec.shared is not None:
+        weights = weights + (3 if spec.shared.gated else 2) * hidden * spec.shared.width / c.tp
+    return ops, weights, count * (ways + 1) * hidden * width
+
+
+def _shared(spec: MoeSpec, machine: Machine) -> list[Op]:
+    if spec.shared is None:
+        return []
+    ops, _ = _mlp(spec.shared, machine, "shared expert", "shared_experts", in_moe=True)
+    ops.append(machine.memory("add shared", "", 3 * BF16 * machine.own * machine.work.model.hidden, in_moe=True))
+    return ops
+
+
+def embedding_ops(machine: Machine) -> LayerOps:
+    """The token embedding: a gather of rows, and its gradient in fp32."""
+    m, model = machine, machine.work.model
+    ops = [m.memory("embedding", "", 2 * BF16 * m.own * model.hidden, 8 * m.own * model.hidden)]
+    ops.append(_tensor(m, "scatter embedding", "", model.hidden))
+    return LayerOps(ops, model.vocab * model.hidden / m.columns.tp)
+
+
+def head_ops(machine: Machine) -> LayerOps:
+    """Final norm, head and loss; matmuls stay in bf16 whatever the precision of layers."""
+    m, model = machine, machine.work.model
+    vocab = model.vocab / m.columns.tp
+    ops = [
+        m.memory("final norm", "", 2 * BF16 * m.own * model.hidden, 3 * BF16 * m.own * model.hidden),
+        _tensor(m, "gather head input", "", model.hidden),
+        m.gemm("head", "", m.tokens, vocab, model.hidden, low=False),
+        # Logits are read in bf16, and their softmax written and read in fp32 and bf16.
+        m.memory("loss", "loss", 8 * m.tokens * vocab, 6 * m.tokens * vocab, kernels=6, share=m.rates.loss_share),
+    ]
+    return LayerOps(ops, 0.0 if model.tied_embeddings else vocab * model.hidden)
+
+
+def mtp_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
+    """A multi-token prediction block: two norms, a 2·D → D projection, a layer, and the head again."""
+    m, hidden = machine, machine.work.model.hidden
+    body, head = layer_ops(layer, machine), head_ops(machine)
+    ops = [
+        m.memory("mtp norms", "layernorm", 4 * BF16 * m.own * hidden, 6 * BF16 * m.own * hidden, kernels=3),
+        m.gemm("mtp projection", "", m.tokens, hidden / m.columns.tp, 2 * hidden),
+        _tensor(m, "mtp gather", "", hidden),
+    ]
+    weights = body.dense_parameters + 2 * hidden * hidden / m.columns.tp
+    return LayerOps(ops + body.ops + head.ops, weights, body.expert_parameters, body.wait)
