@@ -1,0 +1,56 @@
+"""What training stacks store and keep, where they differ: a few switches with a meaning, and bytes of tensors that exist.
+
+`MEGATRON` follows Megatron-Core with Transformer Engine as its public recipes run it, `MOESAIC` this project's trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Switches and constants. Every one names a tensor that is there or is not."""
+
+    fused_loss: bool = True
+    """The loss overwrites its bf16 logits with their gradient. Else an fp32 copy of the logits is kept beside them."""
+    weight_before_down: bool = True
+    """An expert's activation is multiplied by its router weight before the down projection, so that the expert's output
+    is not kept for the router's backward (arXiv 2603.07685, "memory-efficient permutation")."""
+    fused_norms: bool = True
+    """Norms before grouped-query attention and dense MLPs are one operation with the projection that follows; recompute
+    of `layernorm` then leaves their outputs. (Latent attention and experts have norms of their own.)"""
+    placeholders: bool = True
+    """Backward hands autograd a bf16 tensor in place of each weight gradient that it added to the main gradients; one
+    per distinct shape of weight stays for the whole run (Transformer Engine, `get_dummy_wgrad`)."""
+    quantized_weights: bool = True
+    """With fp8 or mxfp8 matmuls, layer weights are stored in fp8 only, once by rows and once by columns (Megatron's
+    `--fp8-param-gather`). Else both copies stand beside the bf16 weights."""
+    vocabulary_multiple: int = 128
+    """The vocabulary is padded to a multiple of this times tp."""
+    workspace: int = 32 * MIB
+    """Bytes of one matmul library workspace (cuBLAS on Hopper and later)."""
+    workspaces: int = 3
+    """PyTorch's cuBLAS and cuBLASLt handles and Transformer Engine's own."""
+    grouped_workspaces: int = 4
+    """More of them with grouped matmuls, one per stream."""
+    reserved_share: float = 0.05
+    """What the caching allocator holds beyond the peak of allocated bytes, over that peak: 0.03 to 0.09 in SimuMax's
+    published per-rank B200 measurements."""
+    context: int = 900 * MIB
+    """CUDA context (about 0.5 GiB) and NCCL's channels (392 MiB for groups of 4 to 8, AIConfigurator's table); neither
+    is the allocator's."""
+
+
+MEGATRON = Habits()
+MOESAIC = Habits(
+    fused_loss=False, fused_norms=False, placeholders=False, quantized_weights=False, vocabulary_multiple=1, workspaces=2
+)
+
+
+def habits_for(framework: str) -> Habits:
+    """The habits of a framework by the name in `Stack.framework`; those not known get Megatron's."""
+    return MOESAIC if framework in ("moesaic", "torchtitan") else MEGATRON
