@@ -9,7 +9,7 @@ DeepSeek-V3, arXiv 2412.19437, figure 4).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.spec.errors import SpecError, nearest
@@ -76,9 +76,9 @@ def simulate_layers(
     nodes = [graph.nodes(pieces) for pieces in layers]
     done: tuple[int, ...] = ()
     if what != "backward":
-        done = graph.forward(nodes, "F")
+        done = graph.forward(nodes)
     if what != "forward":
-        graph.backward(nodes, "B" if what != "pair" else "B'", done if what == "both" else ())
+        graph.backward(nodes, done if what == "both" else ())
     return run(graph.urgent(), contention)
 
 
@@ -158,18 +158,18 @@ class _Graph:
                 ends += branch
         return nodes
 
-    def forward(self, layers: list[list[_Node]], tag: str) -> tuple[int, ...]:
+    def forward(self, layers: list[list[_Node]]) -> tuple[int, ...]:
         """Add forward of all layers; what it ends with."""
         ends: tuple[int, ...] = ()
         for number, nodes in enumerate(layers):
             made: list[int] = []
             for node in nodes:
                 after = tuple(made[index] for index in node.after) if node.after else ends
-                made.append(self._add(node.piece, f"{tag} {node.piece.name}", node.piece.forward, after, number))
+                made.append(self._add(node.piece, "forward", node.piece.forward, after, number))
             ends = tuple(made[index] for index in _outputs(nodes)) or ends
         return ends
 
-    def backward(self, layers: list[list[_Node]], tag: str, start: tuple[int, ...]) -> None:
+    def backward(self, layers: list[list[_Node]], start: tuple[int, ...]) -> None:
         """Add backward of all layers, the last one first, after the tasks `start`."""
         free = bool(self.overlap & {"weight_gradients", "between"})
         ends = start
@@ -190,16 +190,15 @@ class _Graph:
                 for member in again.get(index, ()):
                     from_before = tuple(remade[n] for n in nodes[member].after if n in remade)
                     ready = entry if "between" in self.overlap else gradient
-                    name = f"{tag} {nodes[member].piece.name} again"
                     remade[member] = self._add(
-                        nodes[member].piece, name, nodes[member].piece.recompute, from_before or ready, number
+                        nodes[member].piece, "again", nodes[member].piece.recompute, from_before or ready, number
                     )
                 after = gradient + ((remade[index],) if index in remade else ())
-                made = self._add(piece, f"{tag} {piece.name}", piece.backward_input, after, number)
+                made = self._add(piece, "backward", piece.backward_input, after, number)
                 exits[index] = (made,)
                 if piece.backward_weight and self.weights:
                     needs = after if free else (made,)
-                    weight = self._add(piece, f"{tag} {piece.name} weights", piece.backward_weight, needs, number)
+                    weight = self._add(piece, "weights", piece.backward_weight, needs, number)
                     exits[index] = (made,) if free else (weight,)
             inputs = tuple(t for index, node in enumerate(nodes) if not node.after for t in exits[index])
             ends = inputs or ends
@@ -214,10 +213,10 @@ class _Graph:
             tail[index] += longest[index]
             for before in self.tasks[index].after:
                 longest[before] = max(longest[before], tail[index])
-        return [replace(task, priority=-way) for task, way in zip(self.tasks, tail, strict=True)]
+        return [task._replace(priority=-way) for task, way in zip(self.tasks, tail, strict=True)]
 
-    def _add(self, piece: Piece, name: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
-        self.tasks.append(Task(self.rank, piece.stream, f"{name} · {layer}", seconds, after))
+    def _add(self, piece: Piece, word: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
+        self.tasks.append(Task(self.rank, piece.stream, f"{word} {piece.name} · layer {layer}", seconds, after))
         return len(self.tasks) - 1
 
     def _share(self, piece: Piece, count: int, chunk: int) -> Piece:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -95,8 +95,7 @@ ALONE = Contention()
 """Neither side notices the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """Work on one stream of one rank, which starts when all tasks `after` (indices of the task list) are done."""
 
     rank: int
@@ -109,8 +108,7 @@ class Task:
     """Of the tasks of a stream that are ready, the one with the least priority starts, then the first in the list."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What a stream of a rank did from `start` to `stop`."""
 
     rank: int
