@@ -19,6 +19,7 @@ from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, Moe
 
 from .habits import MEGATRON, Habits
 from .rows import received_tokens, routed_rows, tokens_per_rank
+from .sar import sar_rows
 from .workload import Columns, Floats, Precision, Workload
 
 FP32 = 4
@@ -64,6 +65,10 @@ def layer_kept(
     model: ModelSpec, layer: LayerSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON
 ) -> list[Kept]:
     """All tensors that one decoder layer keeps."""
+    if habits.layer != "megatron" and layer.moe is not None and layer.attention.kind == "gqa":
+        listed = sar_rows(model, layer, work, columns)
+        left = [row for row in listed if row[3] or habits.layer == "megascale"]
+        return [Kept(*row[:3], always=place == 0) for place, row in enumerate(left)]
     kept = attention_kept(layer.attention, model.hidden, work, columns, habits)
     if layer.mlp is not None:
         kept += mlp_kept(layer.mlp, model.hidden, work, columns, habits)
@@ -121,9 +126,7 @@ def attention_kept(
     ]
 
 
-def mlp_kept(
-    mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits: Habits = MEGATRON
-) -> list[Kept]:
+def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """A dense feed-forward block with the norm before it."""
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     norm = ("mlp",) if habits.fused_norms else ("layernorm",)
@@ -134,9 +137,7 @@ def mlp_kept(
     ]
 
 
-def moe_kept(
-    moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits: Habits = MEGATRON
-) -> list[Kept]:
+def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """A mixture of experts with the norm before it, on the most loaded rank.
 
     A token's k rows are copies: they, not the token, are the experts' inputs. Rows are cut by no expert degree, as a
@@ -148,19 +149,20 @@ def moe_kept(
     moe_only = ("moe",)
     kept = [
         Kept("norms", "second norm's output, read by the router", a * hidden * tokens, ("layernorm",)),
-        Kept("router", "fp32 scores and chosen weights, and the map of choices", (2 * FP32 + 1) * experts * tokens, moe_only),
+        Kept("router", "fp32 scores and weights, one-byte map of choices", (2 * FP32 + 1) * experts * tokens, moe_only),
         Kept("dispatch", "row numbers of the permutation, int32", FP32 * (2 * experts + 1) * tokens, moe_only),
         Kept("dispatch", "fp32 weight of each row", FP32 * rows, moe_only),
         Kept("experts", "rows, read by the first matmul", q * hidden * rows, moe_only),
         Kept("experts", "first matmul's output", a * first_width(moe.expert) * narrow, moe_only),
         Kept("experts", "activation, read by the second matmul", q * moe.expert.width * narrow, ("moe_act", "moe")),
-    ]  # fmt: skip
+    ]
     if not habits.weight_before_down:
         kept.append(Kept("experts", "outputs, for the router's backward", a * hidden * rows, moe_only))
     if moe.shared is not None:
         shared = ("shared_experts", "moe")
         if q != a:
-            kept.append(Kept("norms", "its quantised copy for the shared expert", q * hidden * tokens, ("layernorm", *shared)))
+            copy = q * hidden * tokens
+            kept.append(Kept("norms", "its quantised copy for the shared expert", copy, ("layernorm", *shared)))
         kept += [
             Kept("shared_experts", "first matmul's output", a * first_width(moe.shared) * tokens, shared),
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
@@ -230,4 +232,5 @@ def sent_rows(moe: MoeSpec, work: Workload, columns: Columns) -> Floats:
     copies = tokens * moe.router.top_k * columns.etp
     received = received_tokens(moe, work, columns)
     once = columns.dispatches("hierarchical", "deepep", "hybridep")
-    return np.where(columns.dispatches("allgather"), group, np.where(once, received, np.where(columns.dispatches("local"), 0.0, copies)))
+    local = columns.dispatches("local")
+    return np.select([columns.dispatches("allgather"), once, local], [group, received, 0.0], copies)

@@ -1,11 +1,12 @@
-"""What training stacks store and keep, where they differ: a few switches with a meaning, and bytes of tensors that exist.
+"""What training stacks store and keep, where they differ: a few switches, and bytes of tensors that exist.
 
 `MEGATRON` follows Megatron-Core with Transformer Engine as its public recipes run it, `MOESAIC` this project's trainer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 MIB = 2**20
 GIB = 2**30
@@ -15,6 +16,9 @@ GIB = 2**30
 class Habits:
     """Switches and constants. Every one names a tensor that is there or is not."""
 
+    layer: Literal["megatron", "megascale", "sar"] = "megatron"
+    """Which tensors a layer keeps: Megatron-Core's (`activations`), or those of MegaScale-MoE's operator list, all or
+    after its selective rematerialisation (`sar`)."""
     fused_loss: bool = True
     """The loss overwrites its bf16 logits with their gradient. Else an fp32 copy of the logits is kept beside them."""
     weight_before_down: bool = True
@@ -37,6 +41,8 @@ class Habits:
     """PyTorch's cuBLAS and cuBLASLt handles and Transformer Engine's own."""
     grouped_workspaces: int = 4
     """More of them with grouped matmuls, one per stream."""
+    deepep_buffer: int = GIB
+    """DeepEP's NVLink and RDMA buffers, outside the allocator: fixed by channels and hidden width. (Assumed.)"""
     reserved_share: float = 0.05
     """What the caching allocator holds beyond the peak of allocated bytes, over that peak: 0.03 to 0.09 in SimuMax's
     published per-rank B200 measurements."""
@@ -47,10 +53,18 @@ class Habits:
 
 MEGATRON = Habits()
 MOESAIC = Habits(
-    fused_loss=False, fused_norms=False, placeholders=False, quantized_weights=False, vocabulary_multiple=1, workspaces=2
+    fused_loss=False,
+    fused_norms=False,
+    placeholders=False,
+    quantized_weights=False,
+    vocabulary_multiple=1,
+    workspaces=2,
 )
+MEGASCALE = replace(MOESAIC, layer="sar")
+
+_BY_FRAMEWORK = {"moesaic": MOESAIC, "torchtitan": MOESAIC, "megascale": MEGASCALE}
 
 
 def habits_for(framework: str) -> Habits:
     """The habits of a framework by the name in `Stack.framework`; those not known get Megatron's."""
-    return MOESAIC if framework in ("moesaic", "torchtitan") else MEGATRON
+    return _BY_FRAMEWORK.get(framework, MEGATRON)

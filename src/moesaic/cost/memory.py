@@ -153,17 +153,28 @@ class _Kinds:
         self.extra = whole - self.kept + np.stack(extra, axis=1)
         self.gathered = np.stack([one.gathered for one in held], axis=1)
         self._vocabulary(model, work, columns, habits)
+        self._dispatch_buffers(model, work, columns, habits)
         self._shapes(model, columns, habits)
 
     def _vocabulary(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
+        """Two moments: the loss's backward, with all copies of the logits there are; and the head's, with the gradient
+        of one set in bf16, the gathered input, its gradient, and the weight gradient's stand-in, freed afterwards."""
         rows = padded_vocabulary(model, columns, habits)
         a, tokens = value_bytes(work.precision), tokens_per_rank(work, columns)
-        one = logits_bytes(rows, work, columns, habits)
-        self.losses = np.where(columns.recomputes("loss"), 1, 1 + len(self.blocks))
-        self.logits = one * self.losses
-        # Backward of the head: the gathered input, its gradient, and the weight gradient's stand-in, freed afterwards.
+        one, losses = logits_bytes(rows, work, columns, habits), 1 + len(self.blocks)
+        waiting = np.where(columns.recomputes("loss"), 0, losses - 1) * one
+        self.logits = waiting + one
         stand_in = a * rows * model.hidden / columns.tp if habits.placeholders else 0.0
-        self.head_extra = 2 * a * model.hidden * tokens * columns.tp + stand_in
+        head = waiting + a * (rows + 2 * model.hidden * columns.tp) * tokens + stand_in
+        self.head_extra = np.maximum(head - self.logits, 0.0)
+
+    def _dispatch_buffers(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
+        """Buffers that a dispatcher's library registers outside the allocator. HybridEP has room for all tokens of the
+        expert group, in dispatch and in combine."""
+        tokens = tokens_per_rank(work, columns) * columns.ep * columns.etp
+        hybrid = 2 * value_bytes(work.precision) * model.hidden * tokens
+        flex = [columns.dispatches("hybridep"), columns.dispatches("deepep")]
+        self.outside = np.select(flex, [hybrid, habits.deepep_buffer], 0.0)
 
     def _shapes(self, model: ModelSpec, columns: Columns, habits: Habits) -> None:
         shapes: dict[tuple[object, ...], tuple[int, str]] = {}
@@ -204,7 +215,8 @@ class _Kinds:
         logits = np.where(at_head, logits, 0.0)
         buffers = buffers + np.where(at_head, head_peak - logits, layer_peak)
         allocated = weights + gradients + optimizer + activations + logits + buffers
-        overhead = self.habits.reserved_share * allocated + self.habits.context
+        outside = self.outside[rows, None] * (present & self.grouped).any(axis=1)
+        overhead = self.habits.reserved_share * allocated + self.habits.context + outside
         values = (weights, gradients, optimizer, activations, logits, buffers, overhead, allocated + overhead)
         return dict(zip((*_NAMES, "total"), values, strict=True))
 
