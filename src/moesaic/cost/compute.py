@@ -114,8 +114,9 @@ class Machine:
         flops, weights = 2.0 * count * rows * n * k, count * n * k
         fixed = self.rates.gemm_seconds + self.rates.group_seconds * (count - 1)
         item = 1 if self.low > self.bf16 else BF16
-        once = flops / self.low + item * weights / self.bandwidth + fixed
-        weight = flops / (self.low * self.rates.weight_gradient_share) + 4 * weights / self.bandwidth + fixed
+        load = self.rates.weight_load * weights / self.bandwidth
+        once = flops / self.low + item * load + fixed
+        weight = flops / (self.low * self.rates.weight_gradient_share) + 4 * load + fixed
         return Op(name, "moe", "compute", once, once, weight, in_moe=True)
 
     def memory(
@@ -130,7 +131,8 @@ class Machine:
         in_moe: bool = False,
     ) -> Op:
         """Kernels that move `forward` bytes, and `backward` bytes (twice as many unless given)."""
-        speed = self.cluster.gpu.memory_bandwidth * (self.rates.memory_share if share is None else share)
+        reached = self.rates.memory_share / self.rates.other_work if share is None else share
+        speed = self.cluster.gpu.memory_bandwidth * reached
         fixed = kernels * self.rates.kernel_seconds
         back = 2.0 * forward if backward is None else backward
         return Op(
@@ -145,7 +147,7 @@ class Machine:
         return [self.memory(name, module, moved, moved, in_moe=in_moe)]
 
     def exchange(
-        self, name: str, module: str, cause: Cause, sent: Bytes, *, ratio: Numbers = 1.0, back: float = 1.0,
+        self, name: str, module: str, cause: Cause, sent: Bytes, *, ratio: Numbers = 1.0, back: Numbers = 1.0,
         messages: Numbers = 1.0, in_moe: bool = False, launches: int = 1,
     ) -> Op:  # fmt: skip
         """A collective; backward repeats it `back` times."""
@@ -169,11 +171,11 @@ class LayerOps:
 def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
     """One decoder layer."""
     m, hidden = machine, machine.work.model.hidden
-    ops = [m.memory("input norm", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden)]
+    ops = [m.memory("norm.input", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden)]
     attention, weights = _attention(layer.attention, machine)
     ops += attention
-    ops.append(m.memory("residual", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
-    ops.append(m.memory("feed-forward norm", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden))
+    ops.append(m.memory("residual.add", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    ops.append(m.memory("norm.feed_forward", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden))
     expert: Numbers = 0.0
     wait = 0.0
     if layer.mlp is not None:
@@ -185,12 +187,20 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
         ops += block
         weights = weights + count
         wait = m.rates.sync_seconds
-    ops.append(m.memory("residual", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    ops.append(m.memory("residual.add", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
     return LayerOps(ops, weights + 2 * hidden + attention_norms(layer.attention), expert, wait)
 
 
-def _tensor(machine: Machine, name: str, module: str, width: int, in_moe: bool = False) -> Op:
-    sent = tensor_parallel(machine.tokens, width, BF16, machine.groups.tp)
+def _gather(machine: Machine, name: str, module: str, width: int, in_moe: bool = False, where: Numbers = 1.0) -> Op:
+    """Rows of the tensor-parallel group gathered before a matmul; backward scatters their gradient, and gathers the rows
+    again where they were not kept."""
+    sent = tensor_parallel(machine.tokens * where, width, BF16, machine.groups.tp)
+    return machine.exchange(name, module, "tensor", sent, back=1 + machine.rates.regather, in_moe=in_moe)
+
+
+def _scatter(machine: Machine, name: str, module: str, width: int, in_moe: bool = False, where: Numbers = 1.0) -> Op:
+    """Sums of rows scattered after a matmul; backward gathers their gradient."""
+    sent = tensor_parallel(machine.tokens * where, width, BF16, machine.groups.tp)
     return machine.exchange(name, module, "tensor", sent, in_moe=in_moe)
 
 
@@ -201,38 +211,40 @@ def _attention(spec: AttentionSpec, machine: Machine) -> tuple[list[Op], Numbers
     ops: list[Op] = []
     if spec.kind == "mla":
         latent = (spec.kv_rank or 0) + (spec.rope_dim or 0)
-        ops += m.cast("cast input", "", m.own * hidden)
+        ops += m.cast("attention.cast_input", "", m.own * hidden)
         if spec.q_rank is not None:
-            ops.append(m.gemm("query down", "", m.own, spec.q_rank, hidden))
-            ops.append(m.memory("query norm", "layernorm", 2 * BF16 * m.own * spec.q_rank))
-        ops.append(m.gemm("latent down", "", m.own, latent, hidden))
-        ops.append(m.memory("latent norm", "layernorm", 2 * BF16 * m.own * (spec.kv_rank or 0)))
-        ops.append(_tensor(m, "gather latents", "", latent + (spec.q_rank or hidden)))
+            ops.append(m.gemm("attention.query_down", "", m.own, spec.q_rank, hidden))
+            ops.append(m.memory("attention.query_norm", "layernorm", 2 * BF16 * m.own * spec.q_rank))
+        ops.append(m.gemm("attention.latent_down", "", m.own, latent, hidden))
+        ops.append(m.memory("attention.latent_norm", "layernorm", 2 * BF16 * m.own * (spec.kv_rank or 0)))
+        ops.append(_gather(m, "tensor.latents", "", latent + (spec.q_rank or hidden)))
         up = (spec.nope_dim or 0) + spec.v_head_dim
         query_in = spec.q_rank or hidden
-        ops += m.cast("cast latents", "mla_up_proj", m.tokens * (query_in + (spec.kv_rank or 0)))
-        ops.append(m.gemm("query up", "mla_up_proj", m.tokens, heads * spec.head_dim, query_in))
-        ops.append(m.gemm("latent up", "mla_up_proj", m.tokens, heads * up, spec.kv_rank or 1))
+        ops += m.cast("attention.cast_latents", "mla_up_proj", m.tokens * (query_in + (spec.kv_rank or 0)))
+        ops.append(m.gemm("attention.query_up", "mla_up_proj", m.tokens, heads * spec.head_dim, query_in))
+        ops.append(m.gemm("attention.latent_up", "mla_up_proj", m.tokens, heads * up, spec.kv_rank or 1))
         weights: Numbers = hidden * latent + (spec.kv_rank or 0) * heads * up
         weights = weights + (hidden * spec.q_rank if spec.q_rank else 0) + query_in * heads * spec.head_dim
         q, kv = heads * spec.head_dim, heads * (spec.head_dim + spec.v_head_dim)
         # Keys and values are put together from the latent's parts and the shared rotary key.
-        ops.append(m.memory("rope", "mla_up_proj", 2 * BF16 * m.tokens * (q + kv), kernels=4))
+        ops.append(m.memory("attention.rope", "mla_up_proj", 2 * BF16 * m.tokens * (q + kv), kernels=4))
     else:
         q, kv = heads * spec.head_dim, kv_heads * (spec.head_dim + spec.v_head_dim)
-        ops.append(_tensor(m, "gather input", "", hidden))
-        ops += m.cast("cast input", "", m.tokens * hidden)
-        ops.append(m.gemm("query, key, value", "", m.tokens, q + kv, hidden))
+        ops.append(_gather(m, "tensor.attention_in", "", hidden))
+        ops += m.cast("attention.cast_input", "", m.tokens * hidden)
+        ops.append(m.gemm("attention.qkv", "", m.tokens, q + kv, hidden))
         weights = hidden * (q + kv)
         rotated = q + kv_heads * spec.head_dim
-        ops.append(m.memory("rope", "", 2 * BF16 * m.tokens * rotated, 2 * BF16 * m.tokens * rotated, kernels=3))
+        ops.append(
+            m.memory("attention.rope", "", 2 * BF16 * m.tokens * rotated, 2 * BF16 * m.tokens * rotated, kernels=3)
+        )
         if spec.qk_norm != "none":
-            ops.append(m.memory("query and key norm", "layernorm", 2 * BF16 * m.tokens * rotated, kernels=2))
+            ops.append(m.memory("attention.qk_norm", "layernorm", 2 * BF16 * m.tokens * rotated, kernels=2))
     out = heads * spec.v_head_dim
     ops += _core(spec, machine, q, kv, out)
-    ops += m.cast("cast output", "", m.tokens * out)
-    ops.append(m.gemm("output", "", m.tokens, hidden, out))
-    ops.append(_tensor(m, "scatter output", "", hidden))
+    ops += m.cast("attention.cast_output", "", m.tokens * out)
+    ops.append(m.gemm("attention.output", "", m.tokens, hidden, out))
+    ops.append(_scatter(m, "tensor.attention_out", "", hidden))
     return ops, weights + out * hidden
 
 
@@ -250,8 +262,7 @@ def _core(spec: AttentionSpec, machine: Machine, q: Numbers, kv: Numbers, out: N
         np.where(c.ring, ring_sent.fast, heads_sent.fast), np.where(c.ring, ring_sent.network, heads_sent.network)
     )
     messages = np.where(c.ring, c.cp - 1, 4)
-    exchange = m.exchange("context exchange", "core_attn", "context", sent, ratio=ratio, back=1.0, messages=messages)
-    exchange = Op(**{**exchange.__dict__, "backward_input": exchange.forward * back})
+    exchange = m.exchange("context.exchange", "core_attn", "context", sent, ratio=ratio, back=back, messages=messages)
     positions = visible_positions(spec, seq)
     flops = 2.0 * (spec.heads / c.tp) * (spec.head_dim + spec.v_head_dim) * positions * m.tokens
     # A kernel sees whole sequences under ulysses, and blocks of s/cp positions in a ring.
@@ -259,31 +270,30 @@ def _core(spec: AttentionSpec, machine: Machine, q: Numbers, kv: Numbers, out: N
     speed = m.bf16 * rates.attention_share * length / (length + rates.attention_half)
     forward = flops / speed + rates.kernel_seconds * np.where(c.ring, c.cp, 1)
     # Backward computes scores again: five matmuls where forward has two.
-    core = Op("attention core", "core_attn", "compute", forward, 2.5 * forward / rates.attention_backward, launches=2)
+    core = Op("attention.core", "core_attn", "compute", forward, 2.5 * forward / rates.attention_backward, launches=2)
     return [exchange, core]
 
 
 def _mlp(
-    spec: MlpSpec, machine: Machine, name: str, module: str, in_moe: bool = False, communicate: bool = True
+    spec: MlpSpec, machine: Machine, name: str, module: str, in_moe: bool = False, where: Numbers = 1.0
 ) -> tuple[list[Op], Numbers]:
     m, hidden = machine, machine.work.model.hidden
     width, ways = spec.width / m.columns.tp, 2 if spec.gated else 1
-    ops = [_tensor(m, f"{name} gather", module, hidden, in_moe)] if communicate else []
-    ops += m.cast(f"{name} cast input", module, m.tokens * hidden, in_moe)
-    ops.append(m.gemm(f"{name} up", module, m.tokens, ways * width, hidden, in_moe=in_moe))
+    ops = [_gather(m, f"tensor.{name}_in", module, hidden, in_moe, where)]
+    ops += m.cast(f"{name}.cast_input", module, m.tokens * hidden, in_moe)
+    ops.append(m.gemm(f"{name}.up", module, m.tokens, ways * width, hidden, in_moe=in_moe))
     ops.append(
         m.memory(
-            f"{name} activation",
+            f"{name}.activation",
             module,
             BF16 * m.tokens * width * (ways + 1),
             BF16 * m.tokens * width * (2 * ways + 1),
             in_moe=in_moe,
         )  # fmt: skip
     )
-    ops += m.cast(f"{name} cast middle", module, m.tokens * width, in_moe)
-    ops.append(m.gemm(f"{name} down", module, m.tokens, hidden, width, in_moe=in_moe))
-    if communicate:
-        ops.append(_tensor(m, f"{name} scatter", module, hidden, in_moe))
+    ops += m.cast(f"{name}.cast_middle", module, m.tokens * width, in_moe)
+    ops.append(m.gemm(f"{name}.down", module, m.tokens, hidden, width, in_moe=in_moe))
+    ops.append(_scatter(m, f"tensor.{name}_out", module, hidden, in_moe, where))
     return ops, (ways + 1) * hidden * width
 
 
@@ -296,13 +306,10 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     total = m.own * c.etp * top_k * work.imbalance  # rows of one expert-parallel rank
     rows = total / count
     width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
-    unfused, gathered = rates.unfused, c.dispatches("allgather")
+    gathered = c.dispatches("allgather")
     ops: list[Op] = []
-    scores = m.gemm("router", "", m.own, experts, hidden, low=False, in_moe=True)
-    ops.append(scores)
-    small = int(round(4 * unfused))
-    ops.append(m.memory("choice", "", 4 * 4 * m.own * experts * unfused, kernels=2 * small, in_moe=True))
-    ops += _shared(spec, machine)
+    ops.append(m.gemm("router.scores", "", m.own, experts, hidden, low=False, in_moe=True))
+    ops.append(m.memory("router.choice", "", 4 * 4 * m.own * experts, kernels=8, in_moe=True))
     fused = c.dispatches("deepep", "hybridep")
     ratio = np.where(gathered, 1.0, np.where(fused, rates.fused_ratio, rates.alltoall_ratio))
     sent = dispatch(
@@ -314,28 +321,30 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     sorting = np.where(gathered | fused | c.dispatches("local"), 0.0, passed * hidden * BF16)
     moving = BF16 * hidden * total + np.where(gathered, m.own * ep * hidden * BF16, BF16 * hidden * total / top_k)
     share = rates.permute_share
-    bring = m.memory("permute", "moe", (sorting + sorting / top_k) * unfused, (sorting + sorting / top_k) * unfused,
+    bring = m.memory("permute.send", "moe", (sorting + sorting / top_k), (sorting + sorting / top_k),
                      kernels=3, share=share, in_moe=True)  # fmt: skip
-    arrange = m.memory("sort rows", "moe", 2 * BF16 * hidden * total * np.where(c.ep > 1, 1.0, 0.0)
-                       * np.where(gathered | fused, 0.0, 1.0) * unfused, None, kernels=1, share=share, in_moe=True)  # fmt: skip
-    local = m.memory("permute rows", "moe", np.where(sorting > 0, 0.0, moving) * unfused,
-                     np.where(sorting > 0, 0.0, moving) * unfused, kernels=1, share=share, in_moe=True)  # fmt: skip
-    there = m.exchange("dispatch", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
+    arrange = m.memory("permute.arrive", "moe", 2 * BF16 * hidden * total * np.where(c.ep > 1, 1.0, 0.0)
+                       * np.where(gathered | fused, 0.0, 1.0), None, kernels=1, share=share, in_moe=True)  # fmt: skip
+    local = m.memory("permute.expert_order", "moe", np.where(sorting > 0, 0.0, moving),
+                     np.where(sorting > 0, 0.0, moving), kernels=1, share=share, in_moe=True)  # fmt: skip
+    again = 1 + np.where(gathered, rates.regather, 0.0)
+    there = m.exchange("dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3)
+    ops += _shared(spec, machine)
     ops += [bring, there, arrange, local]
-    ops += m.cast("experts cast input", "moe", total * hidden, True)
-    ops.append(m.grouped("experts up", count, rows, ways * width, hidden))
+    ops += m.cast("experts.cast_input", "moe", total * hidden, True)
+    ops.append(m.grouped("experts.up", count, rows, ways * width, hidden))
     ops.append(
         m.memory(
-            "experts activation",
+            "experts.activation",
             "moe_act",
             BF16 * total * width * (ways + 1),
             BF16 * total * width * (2 * ways + 1),
             in_moe=True,
         )  # fmt: skip
     )
-    ops += m.cast("experts cast middle", "moe_act", total * width, True)
-    ops.append(m.grouped("experts down", count, rows, hidden, width))
-    back = m.exchange("combine", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
+    ops += m.cast("experts.cast_middle", "moe_act", total * width, True)
+    ops.append(m.grouped("experts.down", count, rows, hidden, width))
+    back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
     ops += [arrange, local, back, bring]
     weights: Numbers = experts * hidden
     if spec.shared is not None:
@@ -346,16 +355,21 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
 def _shared(spec: MoeSpec, machine: Machine) -> list[Op]:
     if spec.shared is None:
         return []
-    ops, _ = _mlp(spec.shared, machine, "shared expert", "shared_experts", in_moe=True)
-    ops.append(machine.memory("add shared", "", 3 * BF16 * machine.own * machine.work.model.hidden, in_moe=True))
+    c = machine.columns
+    same = c.dispatches("allgather") & (c.ep * c.etp == c.tp) & (machine.rates.merge_shared > 0)
+    apart = np.where(same, 0.0, 1.0)
+    ops, _ = _mlp(spec.shared, machine, "shared_experts", "shared_experts", in_moe=True, where=apart)
+    ops.append(
+        machine.memory("shared_experts.add", "", 3 * BF16 * machine.own * machine.work.model.hidden, in_moe=True)
+    )
     return ops
 
 
 def embedding_ops(machine: Machine) -> LayerOps:
     """The token embedding: a gather of rows, and its gradient in fp32."""
     m, model = machine, machine.work.model
-    ops = [m.memory("embedding", "", 2 * BF16 * m.own * model.hidden, 8 * m.own * model.hidden)]
-    ops.append(_tensor(m, "scatter embedding", "", model.hidden))
+    ops = [m.memory("embedding.rows", "", 2 * BF16 * m.own * model.hidden, 8 * m.own * model.hidden)]
+    ops.append(_scatter(m, "tensor.embedding", "", model.hidden))
     return LayerOps(ops, model.vocab * model.hidden / m.columns.tp)
 
 
@@ -364,11 +378,13 @@ def head_ops(machine: Machine) -> LayerOps:
     m, model = machine, machine.work.model
     vocab = model.vocab / m.columns.tp
     ops = [
-        m.memory("final norm", "", 2 * BF16 * m.own * model.hidden, 3 * BF16 * m.own * model.hidden),
-        _tensor(m, "gather head input", "", model.hidden),
-        m.gemm("head", "", m.tokens, vocab, model.hidden, low=False),
+        m.memory("norm.final", "", 2 * BF16 * m.own * model.hidden, 3 * BF16 * m.own * model.hidden),
+        _gather(m, "tensor.head", "", model.hidden),
+        m.gemm("head.matmul", "", m.tokens, vocab, model.hidden, low=False),
         # Logits are read in bf16, and their softmax written and read in fp32 and bf16.
-        m.memory("loss", "loss", 8 * m.tokens * vocab, 6 * m.tokens * vocab, kernels=6, share=m.rates.loss_share),
+        m.memory(
+            "loss.softmax", "loss", 8 * m.tokens * vocab, 6 * m.tokens * vocab, kernels=6, share=m.rates.loss_share
+        ),
     ]
     return LayerOps(ops, 0.0 if model.tied_embeddings else vocab * model.hidden)
 
@@ -378,9 +394,9 @@ def mtp_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
     m, hidden = machine, machine.work.model.hidden
     body, head = layer_ops(layer, machine), head_ops(machine)
     ops = [
-        m.memory("mtp norms", "layernorm", 4 * BF16 * m.own * hidden, 6 * BF16 * m.own * hidden, kernels=3),
-        m.gemm("mtp projection", "", m.tokens, hidden / m.columns.tp, 2 * hidden),
-        _tensor(m, "mtp gather", "", hidden),
+        m.memory("norm.mtp", "layernorm", 4 * BF16 * m.own * hidden, 6 * BF16 * m.own * hidden, kernels=3),
+        m.gemm("mtp.projection", "", m.tokens, hidden / m.columns.tp, 2 * hidden),
+        _scatter(m, "tensor.mtp", "", hidden),
     ]
     weights = body.dense_parameters + 2 * hidden * hidden / m.columns.tp
     return LayerOps(ops + body.ops + head.ops, weights, body.expert_parameters, body.wait)

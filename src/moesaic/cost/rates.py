@@ -61,8 +61,11 @@ class Rates:
     """Weight-gradient matmuls over the others. (s)"""
     gemm_seconds: float = 4.5e-6
     """Filling and draining the device, per matmul. (a: all shapes of H100 and B200 within some percent)"""
-    group_seconds: float = 2.0e-6
-    """The same, per further expert of a grouped matmul. (s)"""
+    group_seconds: float = 4.0e-6
+    """The same, per further expert of a grouped matmul. (s, a)"""
+    weight_load: float = 0.6
+    """Share of the time to read (in the weight gradient, to write) an expert's weights that its rows do not hide. (s:
+    128 to 9,832 rows per expert on B200; a: 128 to 2,048 on H100; both within 10 %)"""
     # ------------------------------------------------------------ attention core
     attention_share: float = 1.1
     """Rate of the forward of a fused attention core on long sequences over that of large matmuls. (m: 0.68 of H100's
@@ -88,8 +91,9 @@ class Rates:
     """What CUDA graphs leave of it. (x)"""
     sync_seconds: float = 40e-6
     """A wait of the host for the device in a layer whose counts of rows are not known beforehand. (x)"""
-    unfused: float = 1.0
-    """Bytes of moving rows and routing over those of fused kernels. (g: `scatter_add` instead of CUDA kernels)"""
+    other_work: float = 1.0
+    """Seconds that memory-bound kernels, but for moving rows, take over what their bytes need: operations that are not
+    fused, gaps, uneven work. (g: Fig. 13's "other")"""
     # ------------------------------------------------------------ links
     fast_share: float = 0.75
     """Share of a fast link's bandwidth that all-gather and reduce-scatter reach. (a: 0.75 on H100, 0.77 on B200)"""
@@ -97,6 +101,11 @@ class Rates:
     """Bandwidth of NCCL's all-to-all over that of its all-gather. (a: 0.66 to 0.72 of the link; g: 0.75 in Fig. 7)"""
     fused_ratio: float = 0.95
     """The same for DeepEP and HybridEP. (m: 0.69 to 0.77 of the link on GB200)"""
+    regather: float = 1.0
+    """1 where backward gathers again what forward gathered, instead of keeping it (Megatron's sequence parallelism,
+    MegaScale-MoE's Fig. 8), 0 where it is kept."""
+    merge_shared: float = 0.0
+    """1 where a shared expert takes the rows that dispatch gathers over the same ranks, 0 where it gathers its own."""
     copy_per_rank: float = 0.0
     """1 where `alltoall` sends one copy to each rank that a token needs, 0 where it sends one per choice."""
     network_share: float = 0.87
@@ -135,13 +144,26 @@ class Rates:
         return self.gemm_share / (1 + peak_bf16 / self.gemm_half_peak)
 
 
+_NOT_FUSED = 0.15
+"""Speed of framework operations such as `scatter_add` over that of kernels made for moving rows. (g: Megatron-LM's "other"
+on H800 in Fig. 13)"""
+_MEGASCALE = {
+    "straggler": 0.0,
+    "other_work": 5.2,
+    "merge_shared": 1.0,
+    "alltoall_ratio": 0.75,
+    "hidden_between": 0.9,
+}
+"""Of MegaScale-MoE: its all-to-all in Fig. 7; "other" work by the size of table 3's iterations; overlap by table 5."""
+
+
 def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     """The rates of a software stack on a cluster."""
     rates = Rates()
     if stack.framework == "megascale":
-        rates = replace(rates, straggler=0.0)
+        rates = replace(rates, **_MEGASCALE)
     if stack.framework == "moesaic":
-        rates = replace(rates, copy_per_rank=1.0)
+        rates = replace(rates, copy_per_rank=1.0, regather=0.0)
     if stack.graphs:
         rates = replace(
             rates,
@@ -151,7 +173,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     if stack.balanced:
         rates = replace(rates, sync_seconds=0.0)
     if not stack.fused:
-        rates = replace(rates, unfused=3.0)
+        rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
     if cluster.gpu.vendor.lower() == "amd":
         rates = replace(rates, gemm_share=rates.gemm_share * 0.75)
     return rates

@@ -25,7 +25,7 @@ from .traffic import Bytes, Group, Numbers, data_parallel, seconds
 from .workload import Columns, Floats, Workload
 
 if TYPE_CHECKING:
-    from .timeline import Piece
+    from .timeline import Piece, Stream
 
 _COMMUNICATION = ("dispatch", "tensor", "context")
 
@@ -348,12 +348,12 @@ def layer_pieces(work: Workload, layout: Layout, cluster: ClusterSpec, rates: Ra
         wanted["mtp"] = mtp_ops(work.model.mtp[0], machine)
 
     def piece(op: Op) -> Piece:
-        stream = "compute"
+        stream: Stream = "compute"
         if op.cause in _COMMUNICATION:
             stream = "network" if bool(np.any(op.network)) else "fast"
         again = columns.recomputes(op.module or "full") | (op.in_moe & columns.recomputes("moe"))
         first, second, third = (float(np.ravel(x)[0]) for x in (op.forward, op.backward_input, op.backward_weight))
-        return Piece(op.name, stream, first, second + (first if again[0] else 0.0), third)
+        return Piece(op.name, stream, first, second, third, first if again[0] else 0.0)
 
     def taken(op: Op) -> bool:
         return bool(np.any(np.asarray(op.forward) > 0) or np.any(np.asarray(op.backward_input) > 0))

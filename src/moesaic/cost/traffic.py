@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.cluster import ClusterSpec, members_in_domain
 
 from .rates import Rates
 from .workload import Columns, Floats
@@ -52,7 +52,7 @@ class Group:
 
 def group(size: Numbers, stride: Numbers, domain: int) -> Group:
     """The group of ranks r, r + stride, …; a domain is that many consecutive ranks."""
-    return Group(size, np.maximum(1, np.minimum(size, domain // stride)))
+    return Group(size, members_in_domain(stride, size, domain))
 
 
 @dataclass(frozen=True)
