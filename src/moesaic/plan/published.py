@@ -11,10 +11,11 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moesaic.cost.corrections import Traits
 from moesaic.cost.counts import flops_per_token
 from moesaic.cost.rates import Stack
 from moesaic.cost.workload import Workload
@@ -22,9 +23,9 @@ from moesaic.spec.cluster import ClusterSpec, load_cluster
 from moesaic.spec.errors import MoesaicError, SpecError, nearest
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.stages import Stage, default_stages, parse_stages
 
 from . import published_words as words
+from .published_layout import count_in, layout_of, usual_of
 from .published_models import model_named
 
 COLUMNS = (
@@ -38,26 +39,6 @@ VALUES = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
 NEEDED = ("id", "model", "hardware", "n_gpus")
 """Columns without which no row can be priced."""
 SEQ_ASSUMED = 4096
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What is known of a run beside workload, layout, cluster and stack, for the corrections."""
-
-    year: float | None = None
-    """When it was measured or released, as a year with a fraction; None if not printed."""
-    graphs: str = "none"
-    """`none`, `part` or `full`."""
-    routing: str = ""
-    """`forced`, `natural`, `dropped`, or empty where not printed."""
-    network: str = ""
-    """`efa`, or empty for what the accelerator's maker has."""
-    granularity: str = ""
-    """Of low-precision scales: `tensor` or `block`."""
-    tuned: bool = True
-    """A run for speed, not one that checks that a recipe works."""
-    assumptions: int = 0
-    """How many cells were assumed."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +115,7 @@ def read_published(path: Path) -> Published:
     """Every row of the table at `path` as a run, or the reason why not.
 
     Raises:
-        SpecError: there is no such file, it is empty, it is no CSV, or it lacks a column of `NEEDED` or all of `VALUES`.
+        SpecError: there is no such file, it is empty, it is no CSV, or it lacks a column that is needed.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -217,14 +198,19 @@ def run_of(row: Mapping[str, str]) -> Run:
         raise SpecError(
             f"column hardware holds {row.get('hardware', '')!r}, which names none of {', '.join(words.GPUS)}."
         )
-    gpus = _count(row, "n_gpus")
+    gpus = count_in(row, "n_gpus")
     if gpus is None:
         raise SpecError("column n_gpus is empty, and the degrees do not tell the data-parallel one without it.")
     software = words.software_of(row.get("software", ""))
-    work, layout = _layout(row, work, gpus, software, hardware, notes, assumed)
     graphs, routing = words.graphs_of(notes), words.routing_of(notes)
-    mtp = work.mtp and bool(model.mtp)
-    windows = flops_per_token(model, work.seq_len, mtp=mtp).total
+    usual = usual_of(row, software, hardware, work)
+    if graphs == "none" and usual.graphs != "none" and "graph" not in notes.lower():
+        graphs = usual.graphs
+        assumed.append(
+            f"CUDA graphs over {'the step' if graphs == 'full' else 'parts'}, as this release's recipes have"
+        )
+    work, layout = layout_of(row, work, gpus, software, usual, assumed)
+    flops = flops_per_token(model, work.seq_len, mtp=work.mtp and bool(model.mtp)).total
     return Run(
         id=row.get("id", ""),
         source=row.get("source", ""),
@@ -234,15 +220,24 @@ def run_of(row: Mapping[str, str]) -> Run:
         work=work,
         layout=layout,
         cluster=load_cluster(hardware, gpus),
-        stack=Stack(software.framework, software.release, graphs != "none", routing != "natural"),
+        stack=Stack(
+            software.framework, software.release, graphs != "none", routing != "natural", words.fused_of(notes)
+        ),
         traits=Traits(
-            _year(row, software), graphs, routing, network, words.precision_of(row.get("precision", ""))[1],
-            not _is_check(row, notes), len(assumed),
+            year=_year(row, software),
+            graphs=graphs,
+            routing=routing,
+            network=network,
+            backend=words.backend_of(row.get("dispatcher", "")),
+            granularity=words.precision_of(row.get("precision", ""))[1],
+            printed=bool(row.get("dispatcher")) or "recipe" in notes or layout.ep * layout.etp == 1,
+            tuned=not _is_check(row, notes),
+            assumptions=len(assumed),
         ),
         measured=measured,
-        flops_per_token=words.flops_convention(notes) or windows,
+        flops_per_token=words.flops_convention(notes) or flops,
         assumed=tuple(assumed),
-    )  # fmt: skip
+    )
 
 
 def _measured(row: Mapping[str, str], notes: str) -> dict[str, float]:
@@ -297,20 +292,6 @@ def _year(row: Mapping[str, str], software: words.Software) -> float | None:
     return None
 
 
-def _count(row: Mapping[str, str], column: str) -> int | None:
-    """A cell that holds a count, None if empty.
-
-    Raises:
-        SpecError: it holds something else.
-    """
-    text = row.get(column, "").replace(",", "")
-    if not text:
-        return None
-    if re.fullmatch(r"[0-9]{1,9}(\.0+)?", text) and int(float(text)) >= 1:
-        return int(float(text))
-    raise SpecError(f"column {column} holds {row[column]!r}, not a whole number of at least 1.")
-
-
 def _workload(row: Mapping[str, str], model: ModelSpec, notes: str, assumed: list[str]) -> Workload:
     text = f"{row.get('model', '')} {notes}".lower()
     cell = row.get("precision", "")
@@ -318,13 +299,13 @@ def _workload(row: Mapping[str, str], model: ModelSpec, notes: str, assumed: lis
     if precision is None:
         precision = "bf16"
         assumed.append(f"precision bf16, as column precision holds {cell!r}")
-    seq_len = _count(row, "seq_len")
+    seq_len = count_in(row, "seq_len")
     if seq_len is None:
         match = re.search(r"\bseq(?:uence)?[ _]?len(?:gth)? (\d+)", text)
         seq_len = int(match[1]) if match else SEQ_ASSUMED
         if not match:
             assumed.append(f"sequences of {SEQ_ASSUMED} tokens, as column seq_len is empty")
-    batch = _count(row, "global_batch")
+    batch = count_in(row, "global_batch")
     return Workload(
         model=model,
         seq_len=seq_len,
@@ -333,147 +314,3 @@ def _workload(row: Mapping[str, str], model: ModelSpec, notes: str, assumed: lis
         mtp=bool(model.mtp) and not re.search(r"no mtp|w/o mtp|without mtp", text),
         moment_bytes=2 if "bf16 adam" in text else 4,
     )
-
-
-def _layout(
-    row: Mapping[str, str],
-    work: Workload,
-    gpus: int,
-    software: words.Software,
-    hardware: str,
-    notes: str,
-    assumed: list[str],
-) -> tuple[Workload, Layout]:
-    printed = {column: _count(row, column) for column in ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch")}
-    fsdp = software.framework in ("torchtitan", "automodel", "fsdp") or "fsdp" in notes.lower()
-    experts = tuple(sorted({layer.moe.router.experts for layer in work.model.layers if layer.moe is not None}))
-    if software.framework == "megascale" and printed["tp"] is None:
-        printed |= {"tp": 1, "cp": printed["cp"] or 8, "ep": printed["ep"] or 8}
-        assumed.append("sequence and expert parallelism of 8 inside a node, as MegaScale-MoE's paper describes itself")
-    for column in ("tp", "pp"):
-        if printed[column] is None and fsdp:
-            printed[column] = 1
-            assumed.append(f"{column} 1, as column {column} is empty and the rest is sharded data parallelism")
-    for column in ("tp", "pp") + (("ep",) if experts else ()):
-        if printed[column] is None:
-            raise SpecError(f"column {column} is empty, and nothing else in the row tells it.")
-    tp, pp, cp, ep = printed["tp"] or 1, printed["pp"] or 1, printed["cp"] or 1, printed["ep"] or 1
-    etp = printed["etp"]
-    if etp is None:
-        unfolded = bool(experts) and re.search(r"no folding|tp\+ep\+dp|fsdp", row.get("software", "").lower())
-        etp = tp if unfolded else 1
-        if unfolded and tp > 1:
-            assumed.append(f"etp {tp}, as experts take the dense part's tensor parallelism without folding")
-    if gpus % (tp * pp * cp):
-        raise SpecError(f"tp·pp·cp = {tp}·{pp}·{cp} = {tp * pp * cp} does not divide the {gpus} of column n_gpus.")
-    dp = gpus // (tp * pp * cp)
-    said = re.search(r"\bDP ?=?(\d+)\b", notes)
-    if said and int(said[1]) != dp:
-        raise SpecError(
-            f"the notes say DP {said[1]}, but n_gpus/(tp·pp·cp) = {gpus}/({tp}·{pp}·{cp}) = {dp}: the printed "
-            f"degrees do not multiply to the GPUs."
-        )
-    if (tp * cp * dp) % (ep * etp):
-        raise SpecError(
-            f"ep·etp = {ep}·{etp} does not divide the tp·cp·dp = {tp * cp * dp} ranks of a stage: it is not legal."
-        )
-    if ep > 1 and (not experts or experts[-1] % ep):
-        raise SpecError(f"column ep holds {ep}, which does not divide the {experts[-1] if experts else 0} experts.")
-    work, micro = _batches(work, printed["micro_batch"], dp, pp, software, assumed)
-    virtual = printed["vpp"] or 1
-    if pp == 1:
-        virtual = 1
-    stages, virtual = _stages(work, pp, virtual, notes, assumed)
-    dispatcher = "local" if ep * etp == 1 else words.dispatcher_of(row.get("dispatcher", ""))
-    if dispatcher is None:
-        dispatcher = _usual_dispatcher(software, hardware)
-        assumed.append(f"dispatcher {dispatcher}, as column dispatcher is empty or not known")
-    overlap = ["gradients", "parameters", *words.overlap_of(notes)]
-    if not experts and tp > 1 and software.framework == "megatron":
-        overlap.append("tensor")
-    return work, Layout(
-        pp=pp, dp=dp, cp=cp, tp=tp, edp=tp * cp * dp // (ep * etp), ep=ep, etp=etp,
-        cp_kind="ulysses" if software.framework == "megascale" else "ring",
-        virtual_stages=virtual,
-        sharding="parameters" if fsdp else "optimizer",
-        replicas=1,
-        micro_batch=micro,
-        dispatcher=dispatcher,
-        schedule=_schedule(notes, virtual),
-        order="pp-outer",
-        stages=stages,
-        experts_ep=tuple((count, math.gcd(ep, count)) for count in experts),
-        recompute=words.recompute_of(row.get("recompute", "")),
-        overlap=tuple(dict.fromkeys(overlap)),
-        offload=words.offload_of(notes),
-    )  # fmt: skip
-
-
-def _batches(
-    work: Workload, micro: int | None, dp: int, pp: int, software: words.Software, assumed: list[str]
-) -> tuple[Workload, int]:
-    if software.framework == "torchtitan" and micro is not None:
-        # There a batch is what one rank takes in a step, without accumulation; a pipeline cuts it into single sequences.
-        batch = work.global_batch or micro * dp
-        micro = 1 if pp > 1 else micro
-    else:
-        if micro is None:
-            micro = 1
-            assumed.append("micro-batches of 1 sequence, as column micro_batch is empty")
-        batch = work.global_batch
-    if not batch:
-        raise SpecError("column global_batch is empty, and nothing else in the row tells it.")
-    if batch < micro * dp:
-        raise SpecError(f"global_batch {batch} is less than micro_batch·dp = {micro}·{dp}.")
-    if batch % (micro * dp):
-        raise SpecError(f"global_batch {batch} is not a multiple of micro_batch·dp = {micro}·{dp}.")
-    changed = {"global_batch": batch}
-    return Workload(**{**work.__dict__, **changed}), micro
-
-
-def _stages(work: Workload, pp: int, virtual: int, notes: str, assumed: list[str]) -> tuple[tuple[Stage, ...], int]:
-    layers, mtp = len(work.model.layers), len(work.model.mtp)
-    printed = re.search(r"(?:PP )?layout (Et?[EtmL|()*0-9]+)", notes)
-    if printed:
-        try:
-            stages = parse_stages(printed[1], layers, mtp if "m" in printed[1] else 0)
-            if len(stages) == pp * virtual:
-                return stages, virtual
-        except SpecError:
-            pass
-        assumed.append(f"layers dealt evenly, as the printed stages {printed[1]!r} do not fit")
-    count = pp * virtual
-    if count > layers + 2:
-        virtual = max(1, layers // pp)
-        assumed.append(f"{virtual} virtual stages, as pp·vpp = {count} is more than the {layers} layers")
-        count = pp * virtual
-    if layers % count and (layers + 2) % count == 0:
-        each = (layers + 2) // count
-        cuts = [0, each - 1, *(each - 1 + each * i for i in range(1, count - 1)), layers]
-        return tuple(
-            Stage(i == 0, tuple(range(cuts[i], cuts[i + 1])), i == count - 1 and mtp > 0, i == count - 1)
-            for i in range(count)
-        ), virtual
-    return default_stages(count, layers, mtp), virtual
-
-
-def _usual_dispatcher(software: words.Software, hardware: str) -> str:
-    """What a stack uses where a table does not say: Megatron's recipes take HybridEP on Blackwell from 26.02 on."""
-    if software.framework in ("automodel", "hai-llm"):
-        return "deepep"
-    newer = re.match(r"2[6-9]\.", software.release)
-    return "hybridep" if newer and hardware in ("GB200", "GB300", "B200", "B300") else "alltoall"
-
-
-def _schedule(notes: str, virtual: int) -> str:
-    text = notes.lower()
-    if "dualpipe" in text:
-        return "dualpipe"
-    if re.search(r"zero-?bubble", text):
-        return "zero_bubble"
-    return "interleaved" if virtual > 1 else "1f1b"
-
-
-def unique(values: Iterable[str]) -> tuple[str, ...]:
-    """Values once each, in order."""
-    return tuple(dict.fromkeys(values))

@@ -34,14 +34,15 @@ DENSE: dict[str, tuple[int, int, int, int, int, int, bool, Activation]] = {
 """Layers, hidden, width, heads, key-value heads, vocabulary, gated, activation. Sources: NeMo's published recipes of
 GPT-3 and Nemotron-4 (arXiv 2402.16819, 2406.11704), Qwen2.5 (arXiv 2412.15115 table 1)."""
 
+_YET = "which no model description here can say yet"
 UNKNOWN_KINDS = (
-    (r"nemotron-?3\b|nemotron-?3[-.]|nemotron-?h\b", "its layers are a hybrid of Mamba-2, attention and experts, which a model here cannot be yet"),
-    (r"qwen3-?next|qwen3\.[5-9]", "three of four layers are Gated DeltaNet, which a model here cannot be yet"),
-    (r"deepseek-?v4", "its attention is compressed and sparse with hyper-connections, which a model here cannot be yet"),
-    (r"glm-?5", "its attention is sparse behind an indexer, which a model here cannot be yet"),
-    (r"kimi-?k3|minimax-?m3", "its attention is linear or block-sparse, which a model here cannot be yet"),
-    (r"-vl-|\bvl\b|omni|gemma", "it has parts beside a text decoder, or attention that a model here cannot be yet"),
-)  # fmt: skip
+    (r"nemotron-?3\b|nemotron-?3[-.]|nemotron-?h\b", f"its layers mix Mamba-2, attention and experts, {_YET}"),
+    (r"qwen3-?next|qwen3\.[5-9]", f"three of four layers are Gated DeltaNet, {_YET}"),
+    (r"deepseek-?v4", f"its attention is compressed and sparse, with hyper-connections, {_YET}"),
+    (r"glm-?5", f"its attention is sparse behind an indexer, {_YET}"),
+    (r"kimi-?k3|minimax-?m3", f"its attention is linear or block-sparse, {_YET}"),
+    (r"-vl-|\bvl\b|omni|gemma", f"it has parts beside a text decoder, or attention, {_YET}"),
+)
 """Patterns of names and why such a model cannot be described."""
 
 

@@ -16,8 +16,8 @@ GPUS = (
 )  # fmt: skip
 """Accelerators that a hardware cell may name; longer names stand before those that they contain."""
 
-SAME_GPU = {"A800": "A100", "MI350X": "MI355X"}
-"""Accelerators priced as another one: the A800 is an A100 with half the NVLink bandwidth."""
+SAME_GPU = {"MI350X": "MI355X"}
+"""Accelerators priced as another one of the same chip."""
 
 GRANULARITY = (
     (r"nvfp4|\bfp4", "nvfp4", "block"),
@@ -53,7 +53,9 @@ class Software:
 def gpu_in(hardware: str) -> tuple[str | None, str]:
     """(the accelerator, what kind of network joins nodes: `efa` or empty) that a hardware cell names."""
     text = hardware.upper().replace(" ", "")
-    network = "efa" if "EFA" in text or "P5." in text or "P6-" in text else ""
+    network = "efa" if re.search(r"EFA|\bP[456]\w*[.-]", text) else ""
+    if "H10096GB" in text:
+        return "H100-96GB", network
     for name in GPUS:
         if name in text:
             return SAME_GPU.get(name, name), network
@@ -153,6 +155,12 @@ def dispatcher_of(cell: str) -> str | None:
     return None
 
 
+def backend_of(cell: str) -> str:
+    """The library under DeepEP where a cell names another than its own: `uccl`, `nvshmem`, or empty."""
+    match = re.search(r"uccl|nvshmem", cell.lower())
+    return match[0] if match else ""
+
+
 def offload_of(notes: str) -> tuple[str, ...]:
     """What of `cost.workload.OFFLOAD` the notes name."""
     text = notes.lower()
@@ -174,6 +182,12 @@ def routing_of(notes: str) -> str:
     if re.search(r"force(d|-)|fake balanced|mock data", text):
         return "forced"
     return ""
+
+
+def fused_of(notes: str) -> bool:
+    """False where the notes say that permutation and router are not kernels of their own yet."""
+    match = re.search(r"ladder step (\d+)", notes.lower())
+    return not (match and int(match[1]) < 2)
 
 
 def peak_memory_gib(notes: str) -> float | None:
