@@ -202,33 +202,33 @@ def members_in_domain(
         np.asarray(-1 if world is None else world, np.int64),
     )
     span = strides * sizes
-    members = np.minimum(sizes, np.maximum(1, domains // strides))
+    members = np.array(np.minimum(sizes, np.maximum(1, domains // strides)))
     # A group lies whole in a domain, or fills whole domains, where the one divides the other; else its members meet
     # the borders at different places, and they are counted one by one. There are few such cases, and many layouts.
     even = (domains % strides == 0) & ((domains % span == 0) | (span % domains == 0))
     odd = ~even & (strides < domains) & (sizes > 1)
     if odd.any():
-        cases, inverse = np.unique(
-            np.stack([strides[odd], sizes[odd], domains[odd], worlds[odd]]), axis=1, return_inverse=True
-        )
-        counts = np.array([_fewest(*case) for case in cases.T.tolist()], np.int64)
-        members[odd] = counts[inverse.reshape(-1)]
+        step, count, part = strides[odd], sizes[odd], domains[odd]
+        # Where in a domain groups start repeats after so many, and the pattern of one group's members after `period`.
+        repeat = part // np.gcd(step * count, part)
+        blocks = repeat if world is None else np.clip(worlds[odd] // (step * count), 1, repeat)
+        period = part // np.gcd(step, part)
+        short = np.where(count > 3 * period, 2 * period + count % period, count)
+        # One number for each case: blocks, stride < domain, and a short group has fewer than three domains' members.
+        radix = int(part.max()) + 1
+        codes = ((step * radix + blocks) * radix + part) * (3 * radix) + short
+        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        cases = zip(*(column[first].tolist() for column in (step, count, part, blocks, short)), strict=True)
+        members[odd] = np.array([_fewest(*case) for case in cases], np.int64)[inverse]
     return members
 
 
 @functools.lru_cache(maxsize=4096)
-def _fewest(stride: int, size: int, domain: int, world: int) -> int:
-    """`members_in_domain` of one case, counted. Only where a group starts within a domain matters, and of a long
-    group only as many members as its pattern takes to repeat, with both of its ends."""
-    span = stride * size
-    blocks = domain // math.gcd(span, domain)
-    if world >= 0:
-        blocks = max(1, min(blocks, world // span))
-    starts = np.unique((np.arange(blocks)[:, None] * span + np.arange(stride)) % domain)
-    period = domain // math.gcd(stride, domain)
-    if size > 3 * period:
-        size = 2 * period + size % period
-    where = (starts[:, None] + stride * np.arange(size)) // domain
+def _fewest(stride: int, size: int, domain: int, blocks: int, counted: int) -> int:
+    """`members_in_domain` of `blocks` blocks of such groups, by counting `counted` members of each, which are all or
+    those of both ends and one period between them."""
+    starts = np.unique((np.arange(blocks)[:, None] * stride * size + np.arange(stride)) % domain)
+    where = (starts[:, None] + stride * np.arange(counted)) // domain
     # Members of a domain stand next to each other, so that runs of equal numbers are what is counted.
     borders = np.diff(where, axis=1, prepend=-1, append=where.max() + 2).nonzero()
     runs = np.diff(borders[1])[np.diff(borders[0]) == 0]

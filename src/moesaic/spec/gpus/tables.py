@@ -116,8 +116,9 @@ def read_cluster_file(path: Path) -> ClusterFile:
     where = f"cluster file {str(path)!r}"
     for table, value in content.items():
         if table not in ClusterFile.model_fields:
-            homes = [f"{home}.{table}" for home, kind in TABLES.items() if table in kind.model_fields]
-            hint = f"write it under [{homes[0].split('.')[0]}]" if homes else nearest(table, ClusterFile.model_fields)
+            homes = [home for home, kind in TABLES.items() if table in kind.model_fields]
+            outside = homes and not isinstance(value, dict)
+            hint = f"write it under [{homes[0]}]." if outside else nearest(table, ClusterFile.model_fields)
             raise SpecError(f"{where} has {table!r}, which is not one of its tables: {hint}")
         if not isinstance(value, dict):
             raise SpecError(f"{where}: {table!r} is a table; write [{table}] and keys below it.")
