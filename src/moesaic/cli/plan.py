@@ -103,10 +103,15 @@ def plan(
 
         html.write_text(plan_page(result))
     if trace is not None:
-        from moesaic.plan.steps import step_timeline
-        from moesaic.report.trace import chrome_trace
+        from moesaic.plan.steps import step_picture
+        from moesaic.report.trace import write_trace
 
-        trace.write_text(json.dumps(chrome_trace(step_timeline(result, result.layouts[0]))))
+        picture = step_picture(question.work, question.cluster, question.stack, result.layouts[0])
+        write_trace(picture.timeline, trace)
+        print(
+            f"{picture.shown} of {picture.micro_batches} micro-batches in {trace}: open it in ui.perfetto.dev",
+            file=sys.stderr,
+        )
     if launch is not None:
         _launch(launch, question, result.layouts[0], out)
     if as_json:
