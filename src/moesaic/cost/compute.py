@@ -114,9 +114,10 @@ class Machine:
         flops, weights = 2.0 * count * rows * n * k, count * n * k
         fixed = self.rates.gemm_seconds + self.rates.group_seconds * (count - 1)
         item = 1 if self.low > self.bf16 else BF16
-        load = self.rates.weight_load * weights / self.bandwidth
-        once = flops / self.low + item * load + fixed
-        weight = flops / (self.low * self.rates.weight_gradient_share) + 4 * load + fixed
+        unhidden = self.rates.unhidden_load / self.bandwidth
+        moved = BF16 * count * rows * (n + k)
+        once = flops / self.low + (item * weights + moved) * unhidden + fixed
+        weight = flops / (self.low * self.rates.weight_gradient_share) + (4 * weights + moved) * unhidden + fixed
         return Op(name, "moe", "compute", once, once, weight, in_moe=True)
 
     def memory(
@@ -192,8 +193,8 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
 
 
 def _gather(machine: Machine, name: str, module: str, width: int, in_moe: bool = False, where: Numbers = 1.0) -> Op:
-    """Rows of the tensor-parallel group gathered before a matmul; backward scatters their gradient, and gathers the rows
-    again where they were not kept."""
+    """Rows of the tensor-parallel group gathered before a matmul; backward scatters their gradient, and gathers the
+    rows again where they were not kept."""
     sent = tensor_parallel(machine.tokens * where, width, BF16, machine.groups.tp)
     return machine.exchange(name, module, "tensor", sent, back=1 + machine.rates.regather, in_moe=in_moe)
 
@@ -289,7 +290,7 @@ def _mlp(
             BF16 * m.tokens * width * (ways + 1),
             BF16 * m.tokens * width * (2 * ways + 1),
             in_moe=in_moe,
-        )  # fmt: skip
+        )
     )
     ops += m.cast(f"{name}.cast_middle", module, m.tokens * width, in_moe)
     ops.append(m.gemm(f"{name}.down", module, m.tokens, hidden, width, in_moe=in_moe))
@@ -327,7 +328,8 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
                        * np.where(gathered | fused, 0.0, 1.0), None, kernels=1, share=share, in_moe=True)  # fmt: skip
     local = m.memory("permute.expert_order", "moe", np.where(sorting > 0, 0.0, moving),
                      np.where(sorting > 0, 0.0, moving), kernels=1, share=share, in_moe=True)  # fmt: skip
-    again = 1 + np.where(gathered, rates.regather, 0.0)
+    # Where norms are recomputed, what was gathered of their outputs is gathered again (MegaScale-MoE, Fig. 8b).
+    again = 1 + np.where(gathered, np.maximum(rates.regather, c.recomputes("layernorm")), 0.0)
     there = m.exchange("dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3)
     ops += _shared(spec, machine)
     ops += [bring, there, arrange, local]
@@ -340,7 +342,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
             BF16 * total * width * (ways + 1),
             BF16 * total * width * (2 * ways + 1),
             in_moe=True,
-        )  # fmt: skip
+        )
     )
     ops += m.cast("experts.cast_middle", "moe_act", total * width, True)
     ops.append(m.grouped("experts.down", count, rows, hidden, width))

@@ -63,8 +63,8 @@ class Rates:
     """Filling and draining the device, per matmul. (a: all shapes of H100 and B200 within some percent)"""
     group_seconds: float = 4.0e-6
     """The same, per further expert of a grouped matmul. (s, a)"""
-    weight_load: float = 0.6
-    """Share of the time to read (in the weight gradient, to write) an expert's weights that its rows do not hide. (s:
+    unhidden_load: float = 0.6
+    """Share of the time to move an expert's weights and rows that its FLOPs do not hide. (s:
     128 to 9,832 rows per expert on B200; a: 128 to 2,048 on H100; both within 10 %)"""
     # ------------------------------------------------------------ attention core
     attention_share: float = 1.1
@@ -128,7 +128,9 @@ class Rates:
     hidden_gradients: float = 0.9
     """Share of one backward pass that hides the reduction of gradients, and of a forward pass for gathering. (x)"""
     slowdown: float = 0.15
-    """Seconds lost on both sides per second of communication that runs under compute. (c, d)"""
+    """Seconds lost on both sides per second of communication that runs under compute on fast links. (c)"""
+    slowdown_network: float = 0.02
+    """The same for gradients and parameters, which mostly cross the network. (c)"""
     # ------------------------------------------------------------ the step
     straggler: float = 0.004
     """Waiting for the slowest rank, as a share of the step per doubling of the ranks that average gradients. (x)"""
@@ -145,14 +147,17 @@ class Rates:
 
 
 _NOT_FUSED = 0.15
-"""Speed of framework operations such as `scatter_add` over that of kernels made for moving rows. (g: Megatron-LM's "other"
-on H800 in Fig. 13)"""
+"""Speed of framework operations such as `scatter_add` over that of kernels made for moving rows. (g: Megatron-LM's
+"other" on H800 in Fig. 13)"""
 _MEGASCALE = {
     "straggler": 0.0,
-    "other_work": 5.2,
+    "other_work": 4.3,
     "merge_shared": 1.0,
-    "alltoall_ratio": 0.75,
+    "regather": 0.0,
+    "alltoall_ratio": 0.76,
     "hidden_between": 0.9,
+    "hidden_inside": 0.5,
+    "hidden_gradients": 1.0,
 }
 """Of MegaScale-MoE: its all-to-all in Fig. 7; "other" work by the size of table 3's iterations; overlap by table 5."""
 

@@ -132,8 +132,8 @@ def _signature(layer: LayerSpec) -> tuple[object, ...]:
 
 
 def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Floats, Floats]:
-    """Kinds of layers, counts [N, ranks, kinds] of each on the distinct ranks of a layout, and how many ranks [N, ranks]
-    are like that."""
+    """Kinds of layers, counts [N, ranks, kinds] of each on the distinct ranks of a layout, and how many ranks
+    [N, ranks] are like that."""
     model = work.model
     kinds: dict[tuple[object, ...], int] = {}
     layers: list[LayerSpec | str] = []
@@ -249,7 +249,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
     device_front, device_back = sum(front.values()), sum(back.values())
     host_front = np.maximum(launches_front * rates.launch_seconds - device_front, 0.0) + layer.wait
     host_back = np.maximum(launches_back * rates.launch_seconds - device_back, 0.0)
-    parts = {c: front[c] + back[c] + zero for c in CAUSES}
+    parts: dict[str, Floats] = {c: front[c] + back[c] + zero for c in CAUSES}
     parts["host"] = host_front + host_back + zero
     shown = sum(front[c] + back[c] for c in _COMMUNICATION)
     return _Kind(
@@ -302,11 +302,20 @@ def _data(
         gradients, parameters = data_parallel(count, ranks, columns, work.gradient_bytes, 2, micro)
         reduce = reduce + seconds(gradients, cluster, rates)
         gather = gather + seconds(parameters, cluster, rates)
+    chunks = columns.virtual_stages
+
+    def under(time: Floats, window: Floats, passes: Floats) -> Floats:
+        """Seconds of `time` that run under compute. Of a rank's chunks only the first one's parameters are needed, and
+        only its gradients come, at once; those of the others have as many passes as the pipeline is deep."""
+        first = np.minimum(time / chunks, passes * window / chunks)
+        rest = (chunks - 1) / chunks
+        return first + np.minimum(time * rest, np.maximum(passes, columns.pp) * window * rest)
+
+    cover = rates.hidden_gradients * (1 - rates.slowdown_network)
     passes = np.where(columns.sharding >= 2, micro, 1.0)
-    cover = rates.hidden_gradients * (1 - rates.slowdown)
-    hidden = np.where(columns.overlaps("gradients"), np.minimum(reduce, passes * backward) * cover, 0.0)
+    hidden = np.where(columns.overlaps("gradients"), under(reduce, backward, passes) * cover, 0.0)
     passes = np.where(columns.sharding == 3, 2 * micro, 1.0)
-    hidden = hidden + np.where(columns.overlaps("parameters"), np.minimum(gather, passes * forward) * cover, 0.0)
+    hidden = hidden + np.where(columns.overlaps("parameters"), under(gather, forward, passes) * cover, 0.0)
     return reduce + gather - hidden, hidden
 
 

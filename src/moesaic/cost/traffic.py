@@ -155,7 +155,7 @@ def distinct(places: int, experts: int, top_k: int, kept: int = 1, limits: int =
     return places * (1 - missed)
 
 
-def _distinct(places: Floats, experts: int, top_k: int, kept: int, limits: int) -> Floats:
+def _distinct(places: Numbers, experts: int, top_k: int, kept: int, limits: int) -> Floats:
     values, where = np.unique(places, return_inverse=True)
     return np.array([distinct(int(v), experts, top_k, kept, limits) for v in values])[where]
 
@@ -186,7 +186,7 @@ def dispatch(
     copies = ranks if copy_per_rank else top_k
     plain = all_to_all(tokens * copies * row, g.ep)
     cut = all_gather(tokens * np.where(columns.dispatches("alltoall"), copies, top_k) * columns.etp * row, g.etp)
-    domains = _distinct(g.ep.domains.astype(np.int64), experts, top_k, kept, limits)
+    domains = _distinct(np.ceil(g.ep.domains), experts, top_k, kept, limits)
     # Every copy for a rank is sent inside some domain; by symmetry a rank passes on as many as it causes.
     once = Bytes(
         tokens * row * ranks * (g.ep.inside - 1) / g.ep.inside,
