@@ -89,7 +89,7 @@ def attention_kept(
     """
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
-    outputs = np.where((columns.cp > 1) & ~columns.ring, 2, 1)
+    outputs = np.where((columns.cp > 1) & np.logical_not(columns.ring), 2, 1)
     kept = [
         Kept("residual", "layer input, read by the first norm", a * hidden * tokens, always=True),
         Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * tokens),

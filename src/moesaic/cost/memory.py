@@ -255,13 +255,19 @@ def _groups(work: Workload, columns: Columns, kinds: _Kinds) -> Iterator[tuple[I
     """Layouts that share a stage list, a pipeline, a schedule and how many micro-batches limit what is in flight."""
     limit = np.minimum(np.maximum(columns.micro_batches(work.global_batch), 1), 2 * columns.pp + 2)
     extra = columns.overlaps("experts").astype(np.int64)
-    keys = np.stack([columns.stages, columns.pp, columns.schedule, limit, extra], axis=1)
-    found, group = np.unique(keys, axis=0, return_inverse=True)
-    order = np.argsort(group.reshape(-1), kind="stable")
-    starts = np.searchsorted(group.reshape(-1)[order], np.arange(len(found) + 1))
-    for number, (stages, pp, schedule, most, ahead) in enumerate(found.tolist()):
-        rows = order[starts[number] : starts[number + 1]]
-        yield rows, _ranks(kinds, columns.stage_lists[stages], pp, schedule, most, ahead)
+    key = columns.stages
+    for column in (columns.pp, columns.schedule, limit, extra):
+        key = key * (int(column.max(initial=0)) + 1) + column
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    for rows in np.split(order, starts[1:]) if len(order) else []:
+        one = rows[0]
+        stages, pp, schedule = (
+            columns.stage_lists[columns.stages[one]],
+            int(columns.pp[one]),
+            int(columns.schedule[one]),
+        )
+        yield rows, _ranks(kinds, stages, pp, schedule, int(limit[one]), int(extra[one]))
 
 
 def _ranks(kinds: _Kinds, stages: tuple[Stage, ...], pp: int, schedule: int, most: int, ahead: int) -> _Ranks:

@@ -1,0 +1,80 @@
+"""How many layouts a second the planner prices.
+
+    python -m benchmarks.plan_speed [--model deepseek-v3] [--gpus 2048] [--layouts 100000]
+
+All legal layouts of the model and GPUs, with several micro-batches, pipelines and recompute sets, are written as
+columns first; only pricing them is timed. The best of three rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from moesaic.cost.memory import memory
+from moesaic.cost.workload import RECOMPUTE, Columns, Workload, bits
+from moesaic.spec.families import load_model_spec
+from moesaic.spec.layout import Layout, legal_layouts
+from moesaic.spec.tables import LayoutTable
+
+RECOMPUTED = ((), ("moe_act",), ("layernorm", "moe_act"), ("mla_up_proj", "mlp"), ("moe",), ("full",))
+
+
+def layouts(work: Workload, gpus: int) -> Iterator[Layout]:
+    """Legal layouts over degrees, virtual stages, micro-batches and dispatchers."""
+    for virtual, micro, dispatcher in itertools.product((1, 2, 4), (1, 2, 4), ("alltoall", "allgather")):
+        table = LayoutTable(
+            sharding="optimizer", virtual_stages=virtual, micro_batch=micro, dispatcher=dispatcher, schedule="auto"
+        )
+        try:
+            yield from legal_layouts(
+                work.model, gpus, seq_len=work.seq_len, global_batch=work.global_batch, table=table, tp=8, pp=32
+            )
+        except ValueError:
+            continue
+
+
+def repeated(columns: Columns, count: int) -> Columns:
+    """`count` layouts: the given ones under every recompute set, in turn until there are enough."""
+    rows = np.arange(count) % len(columns)
+    sets = np.array([bits(RECOMPUTE, names) for names in RECOMPUTED])
+    found = columns.take(rows)
+    return replace(found, recompute=sets[np.arange(count) // len(columns) % len(sets)])
+
+
+def rate(price: Callable[[], Any], count: int, rounds: int = 3) -> float:
+    """Layouts a second, best of `rounds`."""
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        price()
+        best = min(best, time.perf_counter() - start)
+    return count / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="deepseek-v3")
+    parser.add_argument("--gpus", type=int, default=2048)
+    parser.add_argument("--layouts", type=int, default=100_000)
+    options = parser.parse_args()
+    work = Workload(load_model_spec(options.model), 4096, 16384)
+    start = time.perf_counter()
+    found = list(layouts(work, options.gpus))
+    columns = repeated(Columns.of(found), options.layouts)
+    listed = time.perf_counter() - start
+    print(f"{options.model} on {options.gpus} GPUs: {len(found)} legal layouts listed in {listed:.1f} s,")
+    print(f"priced as {len(columns)} with recompute sets, {len(columns.stage_lists)} stage lists")
+    print(f"memory: {rate(lambda: memory(work, columns), len(columns)):,.0f} layouts/s on one core")
+    size = sum(getattr(columns, f.name).nbytes for f in fields(columns) if f.name != "stage_lists")
+    print(f"columns: {size / len(columns):.0f} bytes a layout")
+
+
+if __name__ == "__main__":
+    main()
