@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from moesaic.cost.corrections import Corrected, corrections, describe
 from moesaic.cost.counts import flops_per_token
 from moesaic.cost.memory import Memory, memory
 from moesaic.cost.rates import Rates, Stack, rates_for
 from moesaic.cost.step import StepTime, step_time
 from moesaic.cost.workload import Bools, Columns, Floats, Workload
 from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.layout import Layout
 
 from .result import MEMORY_PARTS, TIME_PARTS, Candidate
 from .space import layouts_of
@@ -42,6 +44,14 @@ class Pricer:
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
+    def corrected(self, columns: Columns) -> Corrected:
+        """Seconds of a step as published runs correct them, with bounds, arrays [N]."""
+        return self._corrected(columns, step_time(self.work, columns, self.cluster, self.rates))
+
+    def _corrected(self, columns: Columns, time: StepTime) -> Corrected:
+        described = describe(self.work, columns, self.cluster, self.stack, time)
+        return corrections().apply(described, time.total)
+
     def fits(self, columns: Columns, limit_bytes: float) -> Bools:
         """Which layouts need no more than `limit_bytes`."""
         return self.memory_bytes(columns) <= limit_bytes
@@ -52,25 +62,26 @@ class Pricer:
             return []
         held = memory(self.work, columns)
         time = step_time(self.work, columns, self.cluster, self.rates)
+        bounds = self._corrected(columns, time)
         return [
-            self._candidate(row, layout, held, time) for row, layout in enumerate(layouts_of(columns, self.work.model))
+            self._candidate(row, layout, held, time, bounds)
+            for row, layout in enumerate(layouts_of(columns, self.work.model))
         ]
 
-    def _candidate(self, row: int, layout: object, held: Memory, time: StepTime) -> Candidate:
-        from moesaic.spec.layout import Layout
-
-        assert isinstance(layout, Layout)
-        total = float(time.total[row])
+    def _candidate(self, row: int, layout: Layout, held: Memory, time: StepTime, bounds: Corrected) -> Candidate:
+        total = float(bounds.seconds[row])
+        factor = total / float(time.total[row])
         tokens = self.work.tokens / total / layout.world
         return Candidate(
             layout=layout,
             step_seconds=total,
-            interval_seconds=(0.8 * total, 1.25 * total),
+            interval_seconds=(float(bounds.low[row]), float(bounds.high[row])),
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tokens * self.flops / 1e12,
             memory={name: float(getattr(held, name)[row]) for name in MEMORY_PARTS},
-            time={name: float(getattr(time, name)[row]) for name in TIME_PARTS},
-            hidden_seconds=float(time.hidden[row]),
+            time={name: factor * float(getattr(time, name)[row]) for name in TIME_PARTS},
+            hidden_seconds=factor * float(time.hidden[row]),
+            correction=factor,
             available_bytes=self.cluster.gpu.memory_bytes,
         )
 

@@ -39,6 +39,8 @@ class Candidate:
     """Communication that runs under other work."""
     available_bytes: float
     """Memory of one accelerator."""
+    correction: float = 1.0
+    """What published runs multiply the closed form's seconds by; it is in all of the above."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -76,6 +78,7 @@ class Candidate:
             "memory_bytes": self.memory,
             "time_seconds": self.time,
             "hidden_seconds": self.hidden_seconds,
+            "correction": self.correction,
             "walls": self.walls,
             "notes": list(self.notes),
         }

@@ -64,6 +64,9 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     columns = _every_option(fitting.take(kept), choices)
     seconds = pricer.timed(columns)
     order = np.argsort(seconds, kind="stable")[:_KEPT]
+    columns = columns.take(order)
+    seconds = pricer.corrected(columns).seconds
+    order = np.argsort(seconds, kind="stable")
     columns, seconds = columns.take(order), seconds[order]
     held = pricer.memory_bytes(columns)
     good = held <= question.limit_bytes
