@@ -17,6 +17,7 @@ from moesaic.cost.inflight import windows
 from moesaic.cost.memory import Memory, memory, stage_memory
 from moesaic.cost.workload import DISPATCHERS, OVERLAP, RECOMPUTE, SCHEDULES, SHARDING, Columns, Workload
 from moesaic.schedule.orders import pipeline_order
+from moesaic.spec.errors import SpecError
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import Layout, legal_layouts, resolve_layout, single
 from moesaic.spec.model import ModelSpec
@@ -30,11 +31,11 @@ GIB = 2**30
 def layouts(name: str, world: int, virtual: int = 1, sharding: str = "none") -> list[Layout]:
     table = LayoutTable(virtual_stages=virtual, sharding=sharding, cp_kind="ring")  # type: ignore[arg-type]
     found = list(legal_layouts(load_model_spec(name), world, seq_len=4096, global_batch=512, table=table))
-    return random.Random(0).sample(found, min(len(found), 40))
+    return random.Random(0).sample(found, min(len(found), 20))
 
 
 def replicated(model: ModelSpec) -> int:
-    """Parameters that every tensor rank has whole, norms aside: routers and the down projections of latent attention."""
+    """Parameters that every tensor rank has whole, beside norms and routers."""
     count = 0
     for layer in model.layers:
         attention = layer.attention
@@ -164,6 +165,8 @@ def test_published_counts_in_flight() -> None:
     assert {int(windows(2, 8, 1, rank, 64).sum()) for rank in range(8)} == {8}
     assert int(windows(3, 8, 2, 3, 64).sum()) == 9
     assert int(windows(0, 8, 1, 0, 2).sum()) == 2
+    with pytest.raises(SpecError, match="two stages, one from each end, not 4"):
+        windows(3, 8, 4, 0, 64)
 
 
 def random_layouts(count: int = 60) -> list[Layout]:
@@ -212,7 +215,7 @@ def test_parts_add_up() -> None:
 
 
 @given(place=st.integers(0, 59), label=st.sampled_from(RECOMPUTE))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_memory_never_falls_with_the_micro_batch_and_activations_never_rise_with_recompute(
     place: int, label: str
 ) -> None:

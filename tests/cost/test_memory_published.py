@@ -13,7 +13,7 @@ from moesaic.cost.memory import StageMemory, memory, stage_memory
 from moesaic.cost.workload import Columns, Workload
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import Layout, resolve_layout
-from moesaic.spec.model import LayerSpec, ModelSpec
+from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from moesaic.spec.tables import LayoutTable
 
 GIB, GB = 2**30, 1e9
@@ -47,9 +47,9 @@ def shortened(model: ModelSpec, layers: int, dense: int, kv_heads: int | None) -
 
 def test_simumax_b200_rows() -> None:
     # 43 measured peaks of torch.cuda.max_memory_allocated, largest over ranks (docs/b200 of MooreThreads/SimuMax):
-    # Megatron-LM with Transformer Engine 2.11, fused loss, distributed optimizer, sequence parallelism, ulysses, experts
-    # padded to capacity 1. Its launch scripts give one dense layer to both DeepSeek cuts and 16 key-value heads to
-    # Llama3-405B, which the file's columns say.
+    # Megatron-LM with Transformer Engine 2.11, fused loss, distributed optimizer, sequence parallelism, ulysses, and
+    # experts padded to capacity 1. Its launch scripts give one dense layer to both DeepSeek cuts and 16 key-value heads
+    # to Llama3-405B, which the file's columns say.
     errors = []
     with ROWS.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -135,8 +135,8 @@ def test_mixtral_8x7b_with_eight_virtual_stages() -> None:
 
 
 def test_deepseek_v3_proxy() -> None:
-    # Megatron-LM's functional test deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release: 14 layers, 64 experts, TP2 PP4 EP16
-    # VPP2, a tokenizer of 256,000 padded to 258,560, fused loss. The last rank has the prediction block and the loss.
+    # Megatron-LM's functional test deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release: 14 layers, 64 experts, TP2 PP4
+    # EP16 VPP2, a tokenizer of 256,000 padded to 258,560, fused loss. The last rank has the prediction block and loss.
     model = load_model_spec("deepseek-v3-proxy").model_copy(update={"vocab": 258_560})
     layout = layout_of(model, 64, 4096, 512, tp=2, pp=4, ep=16, virtual_stages=2, stages="Et*2|(tt|)*5t|tmL")
     layout = replace(layout, dispatcher="deepep")
@@ -151,6 +151,36 @@ def test_qwen3_30b_on_16_gpus() -> None:
     layout = replace(layout_of(model, 16, 4096, 1024, ep=16), dispatcher="hybridep", overlap=("experts",))
     found = stage_memory(Workload(model, 4096, 1024), layout)[0]
     assert compare("Qwen3-30B-A3B", found.allocated / GIB, 62.166, "GiB") <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "pp", "virtual", "batch", "none_gib", "selective_gib", "kept_percent"),
+    # arXiv 2205.05198 table 3 and figures 1 and 7: 22B, 175B, 530B and 1T at sequence 2048, TP 8, attention that is not
+    # flash, with dropout. `none_gib` is without recompute and without sequence parallelism, of which the percentage is.
+    [
+        (48, 6144, 64, 1, 1, 4, 59.25, 9.5625, 66.84),
+        (96, 12288, 96, 8, 3, 1, 66.84375, 12.3515625, 62.04),
+        (105, 20480, 128, 35, 3, 1, 114.0234375, 23.076171875, 58.31),
+        (128, 25600, 160, 64, 1, 1, 131.25, 26.5625, 58.31),
+    ],
+)
+def test_selective_recompute_paper(
+    layers: int, hidden: int, heads: int, pp: int, virtual: int, batch: int,
+    none_gib: float, selective_gib: float, kept_percent: float,
+) -> None:  # fmt: skip
+    width = hidden // heads
+    attention = AttentionSpec(heads=heads, kv_heads=heads, head_dim=width, v_head_dim=width, scale=width**-0.5)
+    layer = LayerSpec(attention=attention, mlp=MlpSpec(width=4 * hidden, activation="gelu", gated=False))
+    model = ModelSpec(name="gpt", family="moesaic", vocab=51200, hidden=hidden, layers=(layer,) * layers)
+    layout = layout_of(
+        model, 8 * pp, 2048, 4 * 64 * pp, tp=8, pp=pp, virtual_stages=virtual, micro_batch=batch, sharding="none"
+    )
+    habits = replace(MEGATRON, flash=False, dropout=True)
+    work = Workload(model, 2048, 4 * 64 * pp)
+    whole = stage_memory(work, layout, habits)[0].activations / GIB
+    selective = stage_memory(work, replace(layout, recompute=("core_attn",)), habits)[0].activations / GIB
+    assert compare("sequence parallelism", 100 * whole / none_gib, kept_percent, "%") <= 0.01
+    assert compare("and selective recompute", selective, selective_gib, "GiB") <= 0.01
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,18 @@ def attention_kept(
         if attention.qk_norm != "none":
             normed = (heads + attention.kv_heads) * attention.head_dim
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
-    return [
-        *kept,
+    kept += [
         Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens),
-        Kept("attention", "core's log-sums", FP32 * heads * tokens, ("core_attn",)),
         Kept("residual", "input of the second norm", a * hidden * tokens),
     ]
+    if habits.flash:
+        kept.append(Kept("attention", "core's log-sums", FP32 * heads * tokens, ("core_attn",)))
+    else:
+        scores = heads * work.seq_len * (a + (a + 1 if habits.dropout else 0))
+        kept.append(Kept("attention", "core's softmax, with what its dropout keeps", scores * tokens, ("core_attn",)))
+    if habits.dropout:
+        kept.append(Kept("residual", "masks of two dropouts, a byte per value", 2.0 * hidden * tokens))
+    return kept
 
 
 def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:

@@ -27,6 +27,11 @@ class Habits:
     fused_norms: bool = True
     """Norms before grouped-query attention and dense MLPs are one operation with the projection that follows; recompute
     of `layernorm` then leaves their outputs. (Latent attention and experts have norms of their own.)"""
+    flash: bool = True
+    """The attention core never stores its scores. Else it keeps their softmax, S values per head and token."""
+    dropout: bool = False
+    """Dropout above 0 after attention and after the block, and in the core where it is not a flash kernel: one byte of
+    mask per value, and in the core its output. Recipes of this decade train without."""
     placeholders: bool = True
     """Backward hands autograd a bf16 tensor in place of each weight gradient that it added to the main gradients; one
     per distinct shape of weight stays for the whole run (Transformer Engine, `get_dummy_wgrad`)."""

@@ -10,6 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from moesaic.spec.errors import SpecError
+
 from .workload import SCHEDULES, Ints
 
 _DUALPIPE = SCHEDULES.index("dualpipe")
@@ -28,8 +30,15 @@ def windows(schedule: int, pp: int, chunks: int, rank: int, micro_batches: int, 
     micro-batches each, and backwards take them in reverse. Zero bubble (ZB-H1, arXiv 2401.10241 table 1): inputs wait
     for their weight gradients, so every rank holds as many as rank 0. DualPipe (DeepSeek-V3, arXiv 2412.19437 table 2):
     pp + 1 in all, over the two stages that a rank has, given here as its two chunks.
+
+    Raises:
+        SpecError: DualPipe with several virtual stages.
     """
     if schedule == _DUALPIPE:
+        if chunks != 2:
+            raise SpecError(
+                f"DualPipe gives a rank two stages, one from each end, not {chunks}: set virtual_stages = 1."
+            )
         held = np.array([[(pp + 2) // 2, (pp + 1) // 2]])
     elif chunks == 1:
         held = np.array([[(pp if schedule == _ZERO_BUBBLE else pp - rank) + extra * (pp > 1)]])
