@@ -2,8 +2,8 @@
 
 The pieces of a layer become a graph of parts that wait for each other. Overlap only removes waits: between chunks of a
 piece, between branches, between gradients of weights and what comes after them. The streams then take what is ready,
-the longest way to the end first, as hand-tuned orders do (MegaScale-MoE, arXiv 2505.11432, section 4.1; DualPipe,
-DeepSeek-V3, arXiv 2412.19437, figure 4).
+the one with most to come after it first, as hand-tuned orders do (MegaScale-MoE, arXiv 2505.11432, section 4.1;
+DualPipe, DeepSeek-V3, arXiv 2412.19437, figure 4).
 """
 
 from __future__ import annotations
@@ -103,13 +103,10 @@ def stage_seconds(
             weights=weights,
         ).makespan
 
-    return StageSeconds(
-        forward=seconds("forward"),
-        backward=seconds("backward"),
-        backward_input=seconds("backward", weights=False),
-        backward_weight=sum(piece.backward_weight for pieces in layers for piece in pieces),
-        pair=seconds("pair"),
-    )
+    forward, backward, inputs = seconds("forward"), seconds("backward"), seconds("backward", weights=False)
+    weights = sum(piece.backward_weight for pieces in layers for piece in pieces)
+    backward = min(backward, inputs + weights)  # nothing forces an overlap that does not pay
+    return StageSeconds(forward, backward, inputs, weights, min(seconds("pair"), forward + backward))
 
 
 @dataclass(frozen=True)
@@ -127,6 +124,8 @@ class _Graph:
         self.overlap, self.chunks, self.chunk_seconds = overlap, chunks, chunk_seconds
         self.weights, self.rank = weights, rank
         self.tasks: list[Task] = []
+        self.behind: dict[int, int] = {}
+        """Gradients of weights, and the gradients of the input that they follow."""
 
     def nodes(self, pieces: Sequence[Piece]) -> list[_Node]:
         """The graph of one layer's forward. The first node has no `after`; what nobody reads is the layer's output."""
@@ -197,8 +196,8 @@ class _Graph:
                 made = self._add(piece, "backward", piece.backward_input, after, number)
                 exits[index] = (made,)
                 if piece.backward_weight and self.weights:
-                    needs = after if free else (made,)
-                    weight = self._add(piece, "weights", piece.backward_weight, needs, number)
+                    weight = self._add(piece, "weights", piece.backward_weight, (made,), number)
+                    self.behind[weight] = made
                     exits[index] = (made,) if free else (weight,)
             inputs = tuple(t for index, node in enumerate(nodes) if not node.after for t in exits[index])
             ends = inputs or ends
@@ -206,13 +205,15 @@ class _Graph:
                 ends = tuple(range(begin, len(self.tasks))) or ends
 
     def urgent(self) -> list[Task]:
-        """The tasks, the ones with the longest way to the end first."""
-        tail = [task.seconds for task in self.tasks]
-        longest = [0.0] * len(self.tasks)
+        """The tasks with their priorities: what has most to come after it goes first (Jackson's rule), and gradients of
+        weights right behind those of their input, as DualPipe and Megatron-Core issue them."""
+        tail = [0.0] * len(self.tasks)
         for index in reversed(range(len(self.tasks))):
-            tail[index] += longest[index]
+            way = self.tasks[index].seconds + tail[index]
             for before in self.tasks[index].after:
-                longest[before] = max(longest[before], tail[index])
+                tail[before] = max(tail[before], way)
+        for weights, inputs in self.behind.items():
+            tail[weights] = tail[inputs]
         return [task._replace(priority=-way) for task, way in zip(self.tasks, tail, strict=True)]
 
     def _add(self, piece: Piece, word: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
