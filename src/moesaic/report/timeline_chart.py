@@ -62,7 +62,8 @@ def timeline_svg(timeline: Timeline, *, width: int = 1110, height: int = 460) ->
     )
     return (
         f'<div class="legend">{legend}</div><div class="chart timeline">'
-        f'<svg viewBox="0 0 {width} {bottom + BOTTOM:.0f}" role="img" font-family="system-ui, sans-serif">{"".join(parts)}</svg></div>'
+        f'<svg viewBox="0 0 {width} {bottom + BOTTOM:.0f}" role="img" font-family="system-ui, sans-serif">'
+        f"{''.join(parts)}</svg></div>"
     )
 
 
