@@ -200,6 +200,8 @@ def _tables(
         "link_gb_per_s": f"{how}: fastest fitted collective inside a machine"
         if best[True]
         else "half of the memory's bandwidth, for want of a second process",
+        "domain": "processes of one machine when it was measured",
+        "gpus_per_node": "processes of one machine when it was measured",
         "nic_gbps": f"{how}: fastest fitted collective between machines"
         if best[False]
         else "as the link inside the machine, for want of a second one",
