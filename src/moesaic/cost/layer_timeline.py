@@ -124,12 +124,12 @@ class _Graph:
         self.overlap, self.chunks, self.chunk_seconds = overlap, chunks, chunk_seconds
         self.weights, self.rank = weights, rank
         self.tasks: list[Task] = []
-        self.behind: dict[int, int] = {}
-        """Gradients of weights, and the gradients of the input that they follow."""
+        self.backwards: list[bool] = []
+        """Of each task, whether it belongs to backward."""
 
     def nodes(self, pieces: Sequence[Piece]) -> list[_Node]:
         """The graph of one layer's forward. The first node has no `after`; what nobody reads is the layer's output."""
-        beside = [p for p in pieces if p.part == "shared_experts"] if "shared_experts" in self.overlap else []
+        beside = [p for p in pieces if "shared_experts" in p.name] if "shared_experts" in self.overlap else []
         main = [piece for piece in pieces if piece not in beside]
         parts = [piece.part for piece in main]
         if "dispatch" not in parts or "combine" not in parts:
@@ -197,7 +197,6 @@ class _Graph:
                 exits[index] = (made,)
                 if piece.backward_weight and self.weights:
                     weight = self._add(piece, "weights", piece.backward_weight, (made,), number)
-                    self.behind[weight] = made
                     exits[index] = (made,) if free else (weight,)
             inputs = tuple(t for index, node in enumerate(nodes) if not node.after for t in exits[index])
             ends = inputs or ends
@@ -205,19 +204,24 @@ class _Graph:
                 ends = tuple(range(begin, len(self.tasks))) or ends
 
     def urgent(self) -> list[Task]:
-        """The tasks with their priorities: what has most to come after it goes first (Jackson's rule), and gradients of
-        weights right behind those of their input, as DualPipe and Megatron-Core issue them."""
+        """The tasks with their priorities: what has most to come after it goes first (Jackson's rule), as a share of
+        the longest way of its own micro-batch, so that two of them get ahead together. Nothing comes after gradients
+        of weights, which so fill gaps."""
         tail = [0.0] * len(self.tasks)
+        whole = dict.fromkeys(self.backwards, 0.0)
         for index in reversed(range(len(self.tasks))):
             way = self.tasks[index].seconds + tail[index]
             for before in self.tasks[index].after:
                 tail[before] = max(tail[before], way)
-        for weights, inputs in self.behind.items():
-            tail[weights] = tail[inputs]
-        return [task._replace(priority=-way) for task, way in zip(self.tasks, tail, strict=True)]
+            whole[self.backwards[index]] = max(whole[self.backwards[index]], way)
+        return [
+            task._replace(priority=-way / (whole[backward] or 1.0))
+            for task, way, backward in zip(self.tasks, tail, self.backwards, strict=True)
+        ]
 
     def _add(self, piece: Piece, word: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
         self.tasks.append(Task(self.rank, piece.stream, f"{word} {piece.name} · layer {layer}", seconds, after))
+        self.backwards.append(word != "forward")
         return len(self.tasks) - 1
 
     def _share(self, piece: Piece, count: int, chunk: int) -> Piece:
@@ -257,14 +261,10 @@ class _Graph:
         if "inside" in self.overlap and "dispatch" in parts and "combine" in parts:
             for place in range(parts.index("dispatch"), len(parts) - 1 - parts[::-1].index("combine")):
                 joined[place] = True
-        wanted = {word: part for word, part in (("tensor", "tensor"), ("inside", "context")) if word in self.overlap}
-        for part in wanted.values():
-            for count, place in enumerate(index for index, each in enumerate(parts) if each == part):
-                detail = pieces[place].name.partition(".")[2]
-                ahead = "gather" in detail or ("scatter" not in detail and count % 2 == 0)
-                left = place if ahead else place - 1
-                other = left + 1 if ahead else left
-                if 0 <= left < len(pieces) - 1 and _can_be_cut(pieces[other]):
+        parts_cut = [part for word, part in (("tensor", "tensor"), ("inside", "context")) if word in self.overlap]
+        for place, piece in enumerate(pieces):
+            if piece.part in parts_cut:
+                for left in _beside(pieces, place):
                     joined[left] = True
         runs: list[int | None] = []
         number = 0
@@ -300,9 +300,32 @@ def _scaled(piece: Piece, detail: str, share: float) -> Piece:
     )
 
 
-def _can_be_cut(piece: Piece) -> bool:
-    """Attention's core needs all of a sequence; other compute can start with some of its rows."""
-    return piece.stream == "compute" and not piece.name.endswith(".core")
+def _beside(pieces: Sequence[Piece], place: int) -> range:
+    """The joints between a piece of communication and the matmul that it can flow into (after a gather, `…_in`) or out
+    of (before a scatter, `…_out`); other names take what follows, or else what is before.
+
+    What stands between the two, such as a cast, comes along. Attention's core needs all of a sequence, so it cannot.
+    """
+    detail = pieces[place].name.partition(".")[2]
+    ahead, behind = _reach(pieces, place, 1), _reach(pieces, place, -1)
+    if "scatter" in detail or detail.endswith("_out"):
+        return range(place - behind, place)
+    if ahead or "gather" in detail or detail.endswith("_in"):
+        return range(place, place + ahead)
+    return range(place - behind, place)
+
+
+def _reach(pieces: Sequence[Piece], place: int, step: int) -> int:
+    """How many pieces away the nearest matmul with weights is; 1 if there is other compute only, 0 if there is none."""
+    distance = 0
+    while 0 <= (other := place + (distance + 1) * step) < len(pieces):
+        piece = pieces[other]
+        if piece.stream != "compute" or piece.name.endswith(".core"):
+            break
+        distance += 1
+        if piece.backward_weight:
+            return distance
+    return min(distance, 1)
 
 
 def _outputs(nodes: Sequence[_Node]) -> list[int]:
