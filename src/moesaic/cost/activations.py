@@ -18,7 +18,7 @@ import numpy as np
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 from .habits import MEGATRON, Habits
-from .rows import received_tokens, routed_rows, tokens_per_rank
+from .rows import received_tokens, routed_rows, tokens_between, tokens_per_rank
 from .sar import sar_rows
 from .workload import Columns, Floats, Precision, Workload
 
@@ -88,11 +88,12 @@ def attention_kept(
     A quantised output projection keeps that same bf16 output and quantises again in backward.
     """
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
+    own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
     outputs = np.where((columns.cp > 1) & np.logical_not(columns.ring), 2, 1)
     kept = [
-        Kept("residual", "layer input, read by the first norm", a * hidden * tokens, always=True),
-        Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * tokens),
+        Kept("residual", "layer input, read by the first norm", a * hidden * own, always=True),
+        Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * own),
     ]
     if attention.kind == "mla":
         up = ("mla_up_proj",)
@@ -102,9 +103,9 @@ def attention_kept(
         latents = rank + kv_rank + (attention.rope_dim or 0)
         joined = heads * (2 * attention.head_dim + attention.v_head_dim)
         kept += [
-            Kept("norms", "first norm's output", copies * q * hidden * tokens, ("layernorm",)),
-            Kept("latents", "down projections' outputs, read by the latent norms", a * latents * tokens),
-            Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * tokens, up),
+            Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
+            Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
+            Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own, up),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
         ]
     else:
@@ -112,7 +113,7 @@ def attention_kept(
         kv = np.maximum(attention.kv_heads, parts) * (attention.head_dim + attention.v_head_dim)
         label = () if habits.fused_norms else ("layernorm",)
         kept += [
-            Kept("norms", "first norm's output", q * hidden * tokens, label),
+            Kept("norms", "first norm's output", q * hidden * own, label),
             Kept("qkv", "queries, keys and values, rotated", a * (heads * attention.head_dim + kv) * tokens),
         ]
         if attention.qk_norm != "none":
@@ -120,7 +121,7 @@ def attention_kept(
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
     kept += [
         Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens),
-        Kept("residual", "input of the second norm", a * hidden * tokens),
+        Kept("residual", "input of the second norm", a * hidden * own),
     ]
     if habits.flash:
         kept.append(Kept("attention", "core's log-sums", FP32 * heads * tokens, ("core_attn",)))
@@ -128,16 +129,17 @@ def attention_kept(
         scores = heads * work.seq_len * (a + (a + 1 if habits.dropout else 0))
         kept.append(Kept("attention", "core's softmax, with what its dropout keeps", scores * tokens, ("core_attn",)))
     if habits.dropout:
-        kept.append(Kept("residual", "masks of two dropouts, a byte per value", 2.0 * hidden * tokens))
+        kept.append(Kept("residual", "masks of two dropouts, a byte per value", 2.0 * hidden * own))
     return kept
 
 
 def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """A dense feed-forward block with the norm before it."""
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
+    own = tokens_between(work, columns, habits)
     norm = ("mlp",) if habits.fused_norms else ("layernorm",)
     return [
-        Kept("norms", "second norm's output", q * hidden * tokens, norm),
+        Kept("norms", "second norm's output", q * hidden * own, norm),
         Kept("mlp", "first matmul's output", a * first_width(mlp) * tokens, ("mlp",)),
         Kept("mlp", "activation, read by the second matmul", q * mlp.width * tokens, ("mlp",)),
     ]
@@ -178,9 +180,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     return kept
 
 
-def mtp_kept(model: ModelSpec, work: Workload, columns: Columns) -> list[Kept]:
+def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """What a multi-token prediction block keeps around its layer (arXiv 2412.19437 section 2.2)."""
-    tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
+    tokens, a, q = tokens_between(work, columns, habits), value_bytes(work.precision), input_bytes(work.precision)
     return [
         Kept("mtp", "embedding of the next tokens, read by its norm", a * model.hidden * tokens, always=True),
         Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens),
@@ -188,9 +190,9 @@ def mtp_kept(model: ModelSpec, work: Workload, columns: Columns) -> list[Kept]:
     ]
 
 
-def head_kept(model: ModelSpec, work: Workload, columns: Columns) -> list[Kept]:
+def head_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """The final norm and the head's input; logits are counted apart."""
-    tokens, a = tokens_per_rank(work, columns), value_bytes(work.precision)
+    tokens, a = tokens_between(work, columns, habits), value_bytes(work.precision)
     return [Kept("head", "input and output of the final norm", 2 * a * model.hidden * tokens, always=True)]
 
 
@@ -207,7 +209,9 @@ def first_width(mlp: MlpSpec) -> int:
     return (2 if mlp.gated else 1) * mlp.width
 
 
-def backward_extra(model: ModelSpec, layer: LayerSpec, work: Workload, columns: Columns) -> Floats:
+def backward_extra(
+    model: ModelSpec, layer: LayerSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON
+) -> Floats:
     """Most bytes that the backward of one layer needs beyond what is kept, [N]: gradients of activations.
 
     Dense block: when the activation's gradient has been taken, those of the block's output, of the activation and of
@@ -215,7 +219,7 @@ def backward_extra(model: ModelSpec, layer: LayerSpec, work: Workload, columns: 
     its gradient (T·tp tokens each). Experts: the rows' gradients before and after combine's all-to-all, or the like.
     """
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
-    out = a * model.hidden * tokens
+    out = a * model.hidden * tokens_between(work, columns, habits)
     peaks = [out]
     if layer.mlp is not None:
         width, first = layer.mlp.width, first_width(layer.mlp)

@@ -27,6 +27,8 @@ class Habits:
     fused_norms: bool = True
     """Norms before grouped-query attention and dense MLPs are one operation with the projection that follows; recompute
     of `layernorm` then leaves their outputs. (Latent attention and experts have norms of their own.)"""
+    sequence_parallel: bool = True
+    """Between modules a tensor group shares out its tokens. Else each of its ranks keeps all of them there."""
     flash: bool = True
     """The attention core never stores its scores. Else it keeps their softmax, S values per head and token."""
     dropout: bool = False

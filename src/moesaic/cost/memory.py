@@ -138,7 +138,12 @@ class _Kinds:
         self.parts = {name: len(self.layers) + place for place, name in enumerate(PARTS)}
         self.count = len(self.layers) + len(PARTS)
         self.tables = [layer_kept(model, layer, work, columns, habits) for layer in self.layers]
-        self.tables += [[], [], head_kept(model, work, columns), mtp_kept(model, work, columns) if blocks else []]
+        self.tables += [
+            [],
+            [],
+            head_kept(model, work, columns, habits),
+            mtp_kept(model, work, columns, habits) if blocks else [],
+        ]
         local = [layer_local(model, layer, columns) for layer in self.layers]
         local += [part_local(model, part, columns, habits) for part in PARTS]
         held = [states(one, work, columns, habits) for one in local]
@@ -148,7 +153,7 @@ class _Kinds:
         self.optimizer = np.stack([one.optimizer for one in held], axis=1)
         self.kept = np.stack([sum((row.left(columns) for row in table), zeros) for table in self.tables], axis=1)
         whole = np.stack([sum((row.bytes for row in table), zeros) for table in self.tables], axis=1)
-        extra = [backward_extra(model, layer, work, columns) for layer in self.layers] + [zeros] * len(PARTS)
+        extra = [backward_extra(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
         # Dropped tensors are there again while their layer's backward runs.
         self.extra = whole - self.kept + np.stack(extra, axis=1)
         self.gathered = np.stack([one.gathered for one in held], axis=1)

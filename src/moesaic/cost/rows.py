@@ -6,12 +6,18 @@ import numpy as np
 
 from moesaic.spec.model import MoeSpec
 
+from .habits import Habits
 from .workload import Columns, Floats, Ints, Workload
 
 
 def tokens_per_rank(work: Workload, columns: Columns) -> Floats:
     """T = b·S / (cp·tp): distinct tokens of a rank between modules, b sequences in a micro-batch."""
     return columns.micro_batch * work.seq_len / (columns.cp * columns.tp)
+
+
+def tokens_between(work: Workload, columns: Columns, habits: Habits) -> Floats:
+    """Tokens of a rank between modules: T, or all T·tp of its tensor group where that does not share them out."""
+    return tokens_per_rank(work, columns) * (1 if habits.sequence_parallel else columns.tp)
 
 
 def layer_ep(moe: MoeSpec, columns: Columns) -> Ints:
