@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from moesaic.spec.errors import SpecError, nearest
 
-from . import megatron, run_file
+from . import bridge, megatron, run_file
 from .flags import check_flags
 from .plan import Plan, plain_name
 
@@ -18,6 +18,7 @@ __all__ = ["TARGETS", "Plan", "check_flags", "launch_files", "plain_name"]
 
 TARGETS: dict[str, Callable[[Plan], dict[str, str]]] = {
     "megatron": megatron.files,
+    "bridge": bridge.files,
     "run-file": run_file.files,
 }
 """Writers by the name of the stack that they write for."""

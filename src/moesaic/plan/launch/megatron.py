@@ -119,6 +119,8 @@ def _meshes(draft: Draft, plan: Plan, mtp: int) -> Args:
     if layout.etp > 1 and any(layer.moe is not None and layer.moe.expert.bias for layer in work.model.layers):
         raise draft.refuse(f"etp is {layout.etp}, and experts with biases need etp 1 there")
     if layout.order == "dp-outer":
+        if layout.sharding in ("gradients", "parameters"):
+            raise draft.refuse(f"order dp-outer with sharding {layout.sharding}, which Megatron-FSDP does not have")
         args["--use-tp-pp-dp-mapping"] = True
     if any(ep != layout.ep for _, ep in layout.experts_ep):
         raise draft.refuse(f"layers take other expert-parallel degrees than {layout.ep}, and it has one for all")
@@ -239,8 +241,16 @@ def _recompute(draft: Draft, plan: Plan, parts: Shape) -> Args:
             "--recompute-method": "uniform",
             "--recompute-num-layers": 1,
         }
-    if "mla_up_proj" in modules and parts.attention.kind != "mla":
-        raise draft.refuse("recompute of mla_up_proj; the model has no latent attention")
+    shared = parts.moe is not None and parts.moe.shared is not None
+    for module, there, what in (
+        ("mla_up_proj", parts.attention.kind == "mla", "latent attention"),
+        ("moe_act", parts.moe is not None, "experts"),
+        ("moe", parts.moe is not None, "experts"),
+        ("shared_experts", shared, "shared experts"),
+    ):
+        if module in modules and not there:
+            modules.remove(module)
+            draft.remark(f"recompute of {module} is left out: the model has no {what}")
     if not modules:
         return fusion
     return fusion | {"--recompute-granularity": "selective", "--recompute-modules": modules}
@@ -257,13 +267,19 @@ def _overlap(draft: Draft, plan: Plan, parts: Shape, mtp: int) -> Args:
         args["--overlap-param-gather"] = True
     if "gradients" in overlap:
         args["--overlap-grad-reduce"] = True
+    if "tensor" in overlap and layout.tp == 1:
+        overlap.remove("tensor")
+        draft.remark("overlap of tensor-parallel communication is left out: tp is 1")
+    if "shared_experts" in overlap and (parts.moe is None or parts.moe.shared is None):
+        overlap.remove("shared_experts")
+        draft.remark("overlap of shared experts is left out: the model has none")
+    for word in ("experts", "weight_gradients"):
+        if word in overlap and layout.ep == 1:
+            overlap.remove(word)
+            draft.remark(f"overlap of {word} is left out: ep is 1, so that nothing is dispatched")
     if "tensor" in overlap:
-        if layout.tp == 1:
-            raise draft.refuse("overlap of tensor-parallel communication with tp 1")
         args["--tp-comm-overlap"] = True
     if "shared_experts" in overlap:
-        if parts.moe is None or parts.moe.shared is None:
-            raise draft.refuse("overlap of shared experts; the model has none")
         if layout.dispatcher == "allgather":
             raise draft.refuse(
                 "overlap of shared experts with the allgather dispatcher; use alltoall, deepep or hybridep"
@@ -272,14 +288,11 @@ def _overlap(draft: Draft, plan: Plan, parts: Shape, mtp: int) -> Args:
             raise draft.refuse("overlap and recompute of shared experts; keep one of them")
         args["--moe-shared-expert-overlap"] = True
     if "experts" in overlap:
-        _check_expert_overlap(draft, plan, mtp)
+        _check_expert_overlap(draft, plan, mtp, "shared_experts" in overlap)
         args["--overlap-moe-expert-parallel-comm"] = True
     if "weight_gradients" in overlap:
-        if parts.moe is None or layout.ep == 1:
-            raise draft.refuse("overlap of weight gradients with dispatch; it needs ep of at least 2")
-        args["--delay-wgrad-compute" if "experts" in overlap else "--overlap-dispatch-backward-with-experts-wgrad"] = (
-            True
-        )
+        flag = "--delay-wgrad-compute" if "experts" in overlap else "--overlap-dispatch-backward-with-experts-wgrad"
+        args[flag] = True
     if "between" in overlap:
         draft.lost("overlap between operators of one micro-batch (MegaScale-MoE, arXiv 2505.11432, section 5.1)")
     if "inside" in overlap:
@@ -287,11 +300,10 @@ def _overlap(draft: Draft, plan: Plan, parts: Shape, mtp: int) -> Args:
     return args
 
 
-def _check_expert_overlap(draft: Draft, plan: Plan, mtp: int) -> None:
+def _check_expert_overlap(draft: Draft, plan: Plan, mtp: int, shared: bool) -> None:
     """What `TransformerConfig` asks of overlap_moe_expert_parallel_comm."""
     layout = plan.layout
     rules = (
-        (layout.ep == 1, "needs ep of at least 2"),
         (
             layout.dispatcher == "allgather",
             "does not go with the allgather dispatcher: use alltoall, deepep or hybridep",
@@ -299,7 +311,7 @@ def _check_expert_overlap(draft: Draft, plan: Plan, mtp: int) -> None:
         (plan.workload.precision == "fp32", "needs bf16"),
         ("full" in layout.recompute, "does not go with full recompute"),
         ("moe" in layout.recompute, "does not go with recompute of moe"),
-        ("shared_experts" in layout.overlap, "does not go with overlap of shared experts"),
+        (shared, "does not go with overlap of shared experts"),
         (mtp > 1, f"goes with at most one prediction block, not {mtp}"),
         (layout.pp > 1 and layout.virtual_stages == 1, f"needs virtual stages with pp {layout.pp}"),
     )
@@ -340,7 +352,7 @@ def _environment(draft: Draft, plan: Plan) -> None:
     """Hardware queues: one keeps tensor- and context-parallel communication in order before Blackwell, while FSDP and
     the overlap of experts need several."""
     layout = plan.layout
-    experts, fsdp = "experts" in layout.overlap, layout.sharding in ("gradients", "parameters")
+    experts, fsdp = "experts" in layout.overlap and layout.ep > 1, layout.sharding in ("gradients", "parameters")
     if experts or fsdp:
         draft.env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         if (layout.tp > 1 or layout.cp > 1) and not is_blackwell(plan.cluster.gpu.name):

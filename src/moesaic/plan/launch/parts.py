@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
@@ -139,3 +140,22 @@ def heading(plan: Plan, target: str, notes: Sequence[str], usage: Sequence[str] 
 def comment(lines: Iterable[str]) -> str:
     """Lines as a comment of a shell script, TOML, YAML or Python file."""
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def yaml_text(value: Mapping[str, Any], depth: int = 0) -> str:
+    """YAML of nested tables: block style, with lists and scalars written as JSON, which YAML includes."""
+    out = []
+    for key, inner in value.items():
+        pad = "  " * depth
+        if isinstance(inner, Mapping) and inner:
+            out.append(f"{pad}{key}:\n{yaml_text(inner, depth + 1)}")
+        else:
+            out.append(f"{pad}{key}: {_scalar(inner)}\n")
+    return "".join(out)
+
+
+def _scalar(value: Any) -> str:
+    # YAML 1.1 reads 1e-05 as text, as a number it needs a point.
+    if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
+        return repr(value).replace("e", ".0e")
+    return json.dumps(value)
