@@ -78,6 +78,10 @@ class Contention:
                 "both must be finite and at least 1: work does not get faster by sharing a device"
             )
 
+    def of(self, stream: Stream) -> float:
+        """The factor of a stream, while it is met."""
+        return self.compute if stream == "compute" else self.communication if stream in _COLLECTIVES else 1.0
+
     @classmethod
     def of_processors(cls, taken: int, processors: int, communication: float = 1.0) -> Contention:
         """Communication kernels hold `taken` of a device's `processors`, and compute gets the rest: DeepEP's 20 of the
@@ -225,7 +229,7 @@ def moments(tasks: Sequence[Task], contention: Contention = ALONE) -> tuple[list
     starts, stops = [math.nan] * count, [math.nan] * count
     queues: list[list[tuple[float, int]]] = [[] for _ in lanes]
     running = [-1] * len(lanes)
-    alarms: list[tuple[float, int, int]] = []  # stop, version of the lane's estimate, lane
+    alarms = sharing.alarms
     now, left = 0.0, count
     ready = [index for index in range(count) if not waiting[index]]
     touched: set[int] = set()
@@ -249,7 +253,7 @@ def moments(tasks: Sequence[Task], contention: Contention = ALONE) -> tuple[list
                 running[lane] = index
                 starts[index] = now
                 sharing.start(lane, tasks[index].seconds, now)
-        sharing.settle(touched, now, alarms)
+        sharing.settle(touched, now)
         touched = set()
         limit = -math.inf
         while alarms and (alarms[0][0] <= limit or limit < 0):
@@ -280,52 +284,49 @@ def moments(tasks: Sequence[Task], contention: Contention = ALONE) -> tuple[list
 
 
 class _Sharing:
-    """Progress of what runs on each lane, whose speed changes when compute and collectives of a rank meet or part."""
+    """When what runs on each lane will stop: later or earlier, as compute and collectives of its rank meet or part."""
 
     def __init__(self, lanes: dict[tuple[int, Stream], int], contention: Contention) -> None:
+        self.alarms: list[tuple[float, int, int]] = []
+        """A heap of stop, version of the estimate, lane; an alarm of an older version is void."""
         self.version = [0] * len(lanes)
         self.factor = [1.0] * len(lanes)
         self.until = [math.nan] * len(lanes)
-        self.fresh: set[int] = set()
         self.busy = [False] * len(lanes)
-        together = contention.compute > 1 or contention.communication > 1
-        by_rank: dict[int, list[tuple[int, Stream]]] = {}
-        for (rank, stream), lane in lanes.items():
-            by_rank.setdefault(rank, []).append((lane, stream))
-        self.compute: list[list[int]] = [[] for _ in lanes]
-        self.collectives: list[list[int]] = [[] for _ in lanes]
-        self.slow = [1.0] * len(lanes)
-        for members in by_rank.values() if together else ():
-            compute = [lane for lane, stream in members if stream == "compute"]
-            collectives = [lane for lane, stream in members if stream in _COLLECTIVES]
-            for lane in compute + collectives:
-                self.compute[lane], self.collectives[lane] = compute, collectives
-                self.slow[lane] = contention.compute if lane in compute else contention.communication
+        self.fresh: set[int] = set()
+        self.slow = {lane: contention.of(stream) for (_, stream), lane in lanes.items()}
+        self.rivals: dict[int, tuple[int, list[int]]] = {}
+        """For lanes that may slow each other down: the rank's compute and its collectives."""
+        for (rank, stream), lane in lanes.items() if contention != ALONE else ():
+            others = [lanes[rank, other] for other in _COLLECTIVES if (rank, other) in lanes]
+            if stream == "compute" and others:
+                self.rivals |= dict.fromkeys([lane, *others], (lane, others))
 
     def start(self, lane: int, seconds: float, now: float) -> None:
-        self.busy[lane] = True
-        self.until[lane] = now + seconds
-        self.factor[lane] = 1.0
+        if lane not in self.rivals:
+            heappush(self.alarms, (now + seconds, self.version[lane], lane))
+            return
+        self.busy[lane], self.until[lane], self.factor[lane] = True, now + seconds, 1.0
         self.fresh.add(lane)
 
     def stop(self, lane: int) -> None:
         self.busy[lane] = False
         self.version[lane] += 1
 
-    def settle(self, touched: Iterable[int], now: float, alarms: list[tuple[float, int, int]]) -> None:
-        """After starts and stops on `touched` lanes: set the speeds of their ranks and when lanes will stop."""
-        changed = set(self.fresh)
-        self.fresh.clear()
-        for lane in touched:
-            if not self.compute[lane] or not self.collectives[lane]:
-                continue
-            meet = self.busy[self.compute[lane][0]] and any(self.busy[other] for other in self.collectives[lane])
-            for other in self.compute[lane] + self.collectives[lane]:
-                factor = self.slow[other] if meet else 1.0
-                if self.busy[other] and factor != self.factor[other]:
-                    self.until[other] = now + (self.until[other] - now) * factor / self.factor[other]
-                    self.factor[other] = factor
-                    changed.add(other)
+    def settle(self, touched: Iterable[int], now: float) -> None:
+        """After starts and stops on `touched` lanes: set the speeds of their rivals, and the alarms that change."""
+        if not self.rivals:
+            return
+        changed, self.fresh = self.fresh, set()
+        groups = dict(self.rivals[lane] for lane in touched if lane in self.rivals)
+        for compute, collectives in groups.items():
+            meet = self.busy[compute] and any(self.busy[other] for other in collectives)
+            for lane in (compute, *collectives):
+                factor = self.slow[lane] if meet else 1.0
+                if self.busy[lane] and factor != self.factor[lane]:
+                    self.until[lane] = now + (self.until[lane] - now) * factor / self.factor[lane]
+                    self.factor[lane] = factor
+                    changed.add(lane)
         for lane in changed:
             self.version[lane] += 1
-            heappush(alarms, (self.until[lane], self.version[lane], lane))
+            heappush(self.alarms, (self.until[lane], self.version[lane], lane))
