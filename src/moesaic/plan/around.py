@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.workload import DISPATCHERS, OFFLOAD, OVERLAP, RECOMPUTE, SHARDING, Columns, Workload
-from moesaic.spec.errors import SpecError, nearest
-from moesaic.spec.layout import Layout, parse_degrees, resolve_layout
+from moesaic.cost.workload import Columns, Workload
+from moesaic.spec.errors import SpecError
+from moesaic.spec.layout import Layout
 from moesaic.spec.legal import Degrees
-from moesaic.spec.tables import LayoutTable
 
+from .choice import legal_choice, parse_choice
 from .price import Pricer
 from .result import GIB, Candidate
 from .search import Question, search, works_together
 from .space import MICRO_BATCHES, VIRTUAL_STAGES, Choices, Stages, choices_of, degrees_of, most_degrees
-
-_WORD = re.compile(r"(mb|vpp)([0-9]{1,6})")
-_SETS = {"recompute": RECOMPUTE, "overlap": OVERLAP, "offload": OFFLOAD}
 
 
 @dataclass(frozen=True)
@@ -48,56 +44,18 @@ class Why:
     """Fastest first; where the layout does not fit, only those that do."""
 
 
-def parse_choice(text: str) -> tuple[dict[str, int], dict[str, object]]:
-    """The degrees and the options of a layout written as the planner prints it, such as
-    `pp4 dp8 tp2 / ep8 mb2, vpp4, deepep, recompute moe_act+layernorm`.
-
-    Raises:
-        SpecError: a word that is none of these.
-    """
-    first, *others = (part.strip() for part in text.split(","))
-    words = first.split()
-    options: dict[str, object] = {}
-    for word in list(words):
-        if _WORD.fullmatch(word):
-            words.remove(word)
-            others.append(word)
-    for part in filter(None, others):
-        options |= _option(part, text)
-    return parse_degrees(" ".join(words)), options
-
-
-def _option(part: str, text: str) -> dict[str, object]:
-    match = _WORD.fullmatch(part)
-    if match:
-        return {{"mb": "micro_batch", "vpp": "virtual_stages"}[match[1]]: int(match[2])}
-    if part in DISPATCHERS:
-        return {"dispatcher": part}
-    if part in ("ulysses", "ring"):
-        return {"cp_kind": part}
-    name, _, rest = part.partition(" ")
-    if name == "shard" and rest in SHARDING:
-        return {"sharding": rest}
-    if name in _SETS:
-        chosen = tuple(filter(None, rest.replace(" ", "").split("+")))
-        for word in chosen:
-            if word not in _SETS[name]:
-                raise SpecError(f"{word!r} in layout {text!r}: {nearest(word, _SETS[name])}")
-        return {name: chosen}
-    known = (*DISPATCHERS, "ulysses", "ring", "shard", *_SETS, "mb1", "vpp2")
-    raise SpecError(f"{part!r} in layout {text!r}: {nearest(part, known)}")
-
-
 def why(question: Question, text: str, count: int = 6) -> Why:
-    """Everything about the layout that `text` describes, also where it is illegal or does not fit. Options that the
-    text leaves out are those that make it fastest.
+    """Everything about the layout that `text` describes, also where it is illegal or does not fit.
+
+    A text that names a micro-batch (`mb2`) is a whole row: what it leaves out is off. Of one without, the options left
+    out are those that make it fastest.
 
     Raises:
         SpecError: the text cannot be read.
     """
     degrees, options = parse_choice(text)
     try:
-        layout = _legal(question, degrees, options)
+        layout = legal_choice(question, degrees, options)
     except SpecError as error:
         return Why(text, str(error), None, _best(question), False, ())
     candidate = Pricer(question.work, question.cluster, question.stack).candidates(Columns.of([layout]))[0]
@@ -115,40 +73,11 @@ def _best(question: Question) -> Candidate | None:
         return None
 
 
-def _legal(question: Question, degrees: dict[str, int], options: dict[str, object]) -> Layout:
-    """The layout with what is left out filled in.
-
-    Raises:
-        SpecError: it is not legal.
-    """
-    given = {name: value for name, value in degrees.items() if name not in ("edp", "dp")}
-    asked_dp = degrees.get("dp", 1)
-    table = LayoutTable.model_validate(
-        {
-            **given,
-            **{name: options[name] for name in ("micro_batch", "virtual_stages", "cp_kind") if name in options},
-            "dp": asked_dp if asked_dp > 1 else "auto",
-        }
-    )
-    work, gpus = question.work, question.cluster.gpus
-    plain = resolve_layout(table, work.model, gpus, seq_len=work.seq_len, global_batch=work.global_batch)
-    asked_edp = degrees.get("edp")
-    if asked_edp is not None and asked_edp != plain.edp:
-        raise SpecError(f"edp{asked_edp} is given, but world / (pp·etp·ep) makes it edp{plain.edp}: {plain}.")
-    only = {name: getattr(plain, name) for name in Degrees._fields}
-    only |= {name: int(options[name]) for name in ("micro_batch", "virtual_stages") if name in options}  # type: ignore[call-overload]
-    rest = {name: value for name, value in options.items() if name not in ("micro_batch", "virtual_stages")}
-    try:
-        best = search(replace(question, only=only, top=1)).layouts[0].layout
-    except SpecError:  # it does not fit: as it stands, without recompute
-        best = _restaged(replace(plain, sharding="optimizer"), question)
-    return replace(best, **rest)  # type: ignore[arg-type]
-
-
 def changes(question: Question, candidate: Candidate) -> list[Change]:
     """Every single change to a layout, fastest first: degrees moved by a factor of two, micro-batch, virtual stages,
-    dispatcher, overlap, modules to recompute, offload, sharding. This answers which knob to turn next."""
-    pairs = list(_neighbours(question, candidate.layout))
+    schedule, dispatcher, overlap, modules to recompute, offload, sharding. This answers which knob to turn next. A
+    change that overlap does not go together with is tried without that overlap, and says so."""
+    pairs = [_together(what, layout) for what, layout in _neighbours(question, candidate.layout)]
     if not pairs:
         return []
     columns = Columns.of([layout for _, layout in pairs])
@@ -167,6 +96,15 @@ def changes(question: Question, candidate: Candidate) -> list[Change]:
     return sorted(found, key=lambda change: -change.gain)
 
 
+def _together(what: str, layout: Layout) -> tuple[str, Layout]:
+    """A change without the overlap that it rules out; one of overlap itself stays as it is."""
+    if what.startswith("overlap") or works_together(Columns.of([layout])).all():
+        return what, layout
+    lost = [word for word in layout.overlap if word in ("shared_experts", "experts", "weight_gradients")]
+    kept = tuple(word for word in layout.overlap if word not in lost)
+    return f"{what}, without overlap {'+'.join(lost)}", replace(layout, overlap=kept)
+
+
 def _neighbours(question: Question, layout: Layout) -> Iterator[tuple[str, Layout]]:
     choices = choices_of(question.stack, question.work.model, question.cluster)
     yield from _other_degrees(question, layout)
@@ -179,20 +117,20 @@ def _neighbours(question: Question, layout: Layout) -> Iterator[tuple[str, Layou
     for virtual in VIRTUAL_STAGES:
         fits = layout.pp > 1 and layout.pp * virtual <= len(question.work.model.layers)
         if virtual != layout.virtual_stages and fits and (virtual == 1 or own // layout.micro_batch % layout.pp == 0):
-            changed = replace(layout, virtual_stages=virtual, schedule="interleaved" if virtual > 1 else "1f1b")
+            changed = replace(layout, virtual_stages=virtual, schedule=_schedule(layout, layout.pp, virtual))
             yield f"virtual stages {layout.virtual_stages} → {virtual}", _restaged(changed, question)
     yield from _other_options(layout, choices)
 
 
 def _other_degrees(question: Question, layout: Layout) -> Iterator[tuple[str, Layout]]:
     work = question.work
-    legal = {
-        (degrees, ring)
-        for degrees, ring in degrees_of(work, layout.world, most_degrees(question.cluster, work.seq_len))
-    }
+    legal = degrees_of(work, layout.world, most_degrees(question.cluster, work.seq_len, question.stack))
     mine = Degrees(*(getattr(layout, name) for name in Degrees._fields))
     for degrees, ring in legal:
         moved = [name for name in ("pp", "cp", "tp", "ep", "etp") if getattr(degrees, name) != getattr(mine, name)]
+        if mine.cp > 1 and degrees == mine and ring != (layout.cp_kind == "ring"):
+            kind = "ring" if ring else "ulysses"
+            yield f"context parallelism {layout.cp_kind} → {kind}", replace(layout, cp_kind=kind)
         if len(moved) != 1 or ring != (layout.cp_kind == "ring" and degrees.cp > 1):
             continue
         name = moved[0]
@@ -213,7 +151,7 @@ def _other_degrees(question: Question, layout: Layout) -> Iterator[tuple[str, La
             layout,
             **degrees._asdict(),
             virtual_stages=virtual,
-            schedule="interleaved" if virtual > 1 else "1f1b",
+            schedule=_schedule(layout, degrees.pp, virtual),
             dispatcher=dispatcher,
             experts_ep=tuple((count, int(np.gcd(degrees.ep, count))) for count, _ in layout.experts_ep),
         )
@@ -234,9 +172,19 @@ def _other_options(layout: Layout, choices: Choices) -> Iterator[tuple[str, Layo
     for offload in choices.offload:
         if offload != layout.offload:
             yield f"offload {_set(offload)}", replace(layout, offload=offload)
+    if choices.zero_bubble and layout.pp > 1 and layout.sharding == "none":
+        schedule = "interleaved" if layout.virtual_stages > 1 else "1f1b"
+        other = schedule if layout.schedule == "zero_bubble" else "zero_bubble"
+        yield f"schedule {layout.schedule} → {other}", replace(layout, schedule=other)
     for sharding in choices.sharding:
-        if sharding != layout.sharding:
+        if sharding != layout.sharding and layout.schedule != "zero_bubble":
             yield f"sharding {layout.sharding} → {sharding}", replace(layout, sharding=sharding)
+
+
+def _schedule(layout: Layout, pp: int, virtual_stages: int) -> str:
+    if layout.schedule == "zero_bubble" and pp > 1:
+        return "zero_bubble"
+    return "interleaved" if virtual_stages > 1 else "1f1b"
 
 
 def _set(words: tuple[str, ...]) -> str:

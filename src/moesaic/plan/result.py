@@ -8,7 +8,7 @@ from typing import Any
 from moesaic.cost.rates import Stack
 from moesaic.cost.workload import Workload
 from moesaic.spec.cluster import ClusterSpec
-from moesaic.spec.layout import Layout
+from moesaic.spec.layout import DENSE, EXPERT, Layout
 from moesaic.spec.stages import stages_text
 
 GIB = 2**30
@@ -17,6 +17,8 @@ TIME_PARTS = (
     "compute", "memory_bound", "host", "dispatch", "tensor", "context", "pipeline", "data", "bubble", "optimizer",
     "offload",
 )  # fmt: skip
+ALWAYS_OVERLAPPED = ("gradients", "parameters", "tensor")
+"""Overlap that a stack which has it always uses, so that no text names it."""
 _COMMUNICATION = ("dispatch", "tensor", "context", "pipeline", "data", "offload")
 
 
@@ -101,18 +103,30 @@ def options(layout: Layout) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
+def layout_text(layout: Layout) -> str:
+    """The degrees without those of 1, as in `pp4 dp16 tp2 / edp4 ep8`."""
+    sides = [
+        " ".join(f"{name}{getattr(layout, name)}" for name in names if getattr(layout, name) > 1)
+        for names in (DENSE, EXPERT)
+    ]
+    return " / ".join(filter(None, (sides[0] or "dp1", sides[1] if layout.ep * layout.etp > 1 else "")))
+
+
 def options_text(layout: Layout) -> str:
-    """The options in a few words."""
+    """The options in a few words. What is not there is off: one chunk a stage, a sharded optimizer, gradients,
+    parameters and tensor-parallel traffic overlapped where the stack can, nothing recomputed and nothing offloaded."""
     words = [f"mb{layout.micro_batch}"]
     if layout.virtual_stages > 1:
         words.append(f"vpp{layout.virtual_stages}")
+    if layout.schedule not in ("1f1b", "interleaved"):
+        words.append(layout.schedule)
     if layout.cp > 1:
         words.append(layout.cp_kind)
     if layout.dispatcher != "local":
         words.append(layout.dispatcher)
-    if layout.sharding not in ("none", "optimizer"):
+    if layout.sharding != "optimizer":
         words.append(f"shard {layout.sharding}")
-    extra = [word for word in layout.overlap if word not in ("gradients", "parameters", "tensor")]
+    extra = [word for word in layout.overlap if word not in ALWAYS_OVERLAPPED]
     if extra:
         words.append("overlap " + "+".join(extra))
     if layout.recompute:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
 from moesaic.cost.rates import Stack
-from moesaic.cost.workload import Bools, Columns, Floats, Workload
-from moesaic.spec.cluster import ClusterSpec
+from moesaic.cost.workload import SHARDING, Bools, Columns, Floats, Workload
+from moesaic.spec.cluster import ClusterSpec, GpuSpec, gpu_named, gpu_names
 from moesaic.spec.errors import SpecError
 from moesaic.spec.legal import Sizes, divisors
 from moesaic.spec.nearest import nearest_worlds
 from moesaic.spec.tables import LayoutTable
 
 from .price import Pricer
-from .result import GIB, Candidate, PlanResult
+from .result import GIB, PlanResult
 from .space import Choices, Stages, base_columns, choices_of, degrees_of, joined, most_degrees, with_options
 
 _SHOWN_FRONT = 12
+_SHORTEST = 128
+"""Tokens of the shortest sequence that is offered as a way out of too little memory."""
 _KEPT = 4096
 """Fastest layouts, with an all-to-all and all the overlap they allow, that get every dispatcher and overlap; and of
-these the fastest whose memory is checked again."""
+these the fastest that are corrected by published runs, and whose memory is checked again."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +58,19 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     choices = choices_of(question.stack, question.work.model, question.cluster)
     base = _legal(question)
     progress(f"{len(base):,} legal combinations of degrees, micro-batch and virtual stages")
-    fitting, free = fitting_columns(base, pricer, choices, question.limit_bytes)
+    fitting = fitting_columns(base, pricer, choices, question.limit_bytes)
     if len(fitting) == 0:
         raise SpecError(nothing_fits(question, base, pricer, choices))
     progress(f"{len(fitting):,} fit in memory")
-    first = _fullest(fitting, choices)
-    kept = np.argsort(pricer.timed(first), kind="stable")[:_KEPT]
-    columns = _every_option(fitting.take(kept), choices)
-    seconds = pricer.timed(columns)
-    order = np.argsort(seconds, kind="stable")[:_KEPT]
-    columns = columns.take(order)
-    seconds = pricer.corrected(columns).seconds
-    order = np.argsort(seconds, kind="stable")
-    columns, seconds = columns.take(order), seconds[order]
+    columns = _promising(fitting, pricer, choices)
     held = pricer.memory_bytes(columns)
     good = held <= question.limit_bytes
-    columns, seconds, held = columns.take(good), seconds[good], held[good]
+    columns, held = columns.take(good), held[good]
     if len(columns) == 0:  # buffers of every dispatcher tried took what was left
         raise SpecError(nothing_fits(question, base, pricer, choices))
+    seconds = pricer.corrected(columns).seconds
+    order = np.argsort(seconds, kind="stable")
+    columns, seconds, held = columns.take(order), seconds[order], held[order]
     best = pricer.candidates(columns.take(_distinct(columns, question.top)))
     front = pricer.candidates(columns.take(pareto(seconds, held)[:_SHOWN_FRONT]))
     best.sort(key=lambda each: each.step_seconds)
@@ -83,7 +81,7 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
         tuple(best),
         tuple(front),
         searched=pricer.priced,
-        fitting=int(free),
+        fitting=len(fitting),
         seconds=time.perf_counter() - start,
         notes=_notes(question),
     )
@@ -91,7 +89,7 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
 
 def _legal(question: Question) -> Columns:
     work, cluster = question.work, question.cluster
-    most = most_degrees(cluster, work.seq_len)
+    most = most_degrees(cluster, work.seq_len, question.stack)
     fixed = {name: value for name, value in question.only.items() if name not in ("micro_batch", "virtual_stages")}
     degrees = degrees_of(work, cluster.gpus, most, fixed)
     sets = {}
@@ -117,27 +115,45 @@ def _nothing_legal(question: Question) -> str:
     )
 
 
-def fitting_columns(base: Columns, pricer: Pricer, choices: Choices, limit: float) -> tuple[Columns, int]:
-    """Each layout of `base`, for each way to shard, with the first set of modules to recompute that makes it fit (and
-    only then with offload); and how many fit as they are."""
+def fitting_columns(base: Columns, pricer: Pricer, choices: Choices, limit: float) -> Columns:
+    """The layouts of `base` that fit, for each way to shard: each with the first set of modules to recompute that makes
+    it fit, and again with each offload that saves it recomputation."""
     found: list[Columns] = []
-    plain = 0
     for sharding in choices.sharding:
-        leanest = with_options(base, sharding=sharding, recompute=choices.recompute[-1], offload=choices.offload[-1])
-        left = with_options(base.take(pricer.fits(leanest, limit)), sharding=sharding)
+        rows = with_options(base, sharding=sharding)
+        rows = rows.take(_could_fit(rows, pricer, choices, limit))
+        least = np.full(len(rows), len(choices.recompute))  # the first set with which each fits so far
         for offload in choices.offload:
+            before = least.copy()
             for number, recompute in enumerate(choices.recompute):
-                if len(left) == 0:
-                    break
-                tried = with_options(left, recompute=recompute, offload=offload)
+                open_rows = np.flatnonzero((number < before) & (least == before))
+                if len(open_rows) == 0:
+                    continue
+                tried = with_options(rows.take(open_rows), recompute=recompute, offload=offload)
                 fits = pricer.fits(tried, limit)
-                plain += int(fits.sum()) if number == 0 and not offload else 0
-                if fits.any():
-                    found.append(tried.take(fits))
-                    left = left.take(~fits)
-    empty = np.zeros(0, np.int64)
-    columns = joined(found) if found else base.take(empty)
-    return columns, len(columns)
+                found.append(tried.take(fits))
+                least[open_rows[fits]] = number
+    return joined(found) if found else base.take(np.zeros(0, np.int64))
+
+
+def _could_fit(rows: Columns, pricer: Pricer, choices: Choices, limit: float) -> Bools:
+    """Which rows some choice of recompute and offload makes fit. Whole layers are not always the leanest to recompute:
+    where few micro-batches wait, one layer's tensors in backward weigh more than what is kept of all of them."""
+    could = np.zeros(len(rows), bool)
+    for recompute in (choices.recompute[-1], choices.recompute[max(0, len(choices.recompute) - 2)]):
+        left = np.flatnonzero(~could)
+        lean = with_options(rows.take(left), recompute=recompute, offload=choices.offload[-1])
+        could[left] = pricer.fits(lean, limit)
+    return could
+
+
+def _promising(fitting: Columns, pricer: Pricer, choices: Choices) -> Columns:
+    """The fastest layouts with every option, and those that nothing faster undercuts in memory."""
+    full = _fullest(fitting, choices)
+    seconds, held = pricer.timed(full), pricer.memory_bytes(full)
+    fast = every_option(fitting.take(np.argsort(seconds, kind="stable")[:_KEPT]), choices)
+    fast = fast.take(np.argsort(pricer.timed(fast), kind="stable")[:_KEPT])
+    return joined([fast, every_option(fitting.take(pareto(seconds, held)), choices)])
 
 
 def _fullest(columns: Columns, choices: Choices) -> Columns:
@@ -151,34 +167,44 @@ def _fullest(columns: Columns, choices: Choices) -> Columns:
     return best
 
 
-def _every_option(columns: Columns, choices: Choices) -> Columns:
-    """Every dispatcher and overlap with every layout, where they go together."""
+def every_option(columns: Columns, choices: Choices) -> Columns:
+    """Every dispatcher, overlap and schedule with every layout, where they go together."""
     parts = []
+    spread = columns.ep * columns.etp > 1
     for dispatcher in choices.dispatchers:
-        spread = columns.ep * columns.etp > 1
         rows = columns if dispatcher == choices.dispatchers[0] else columns.take(spread)
         for overlap in choices.overlaps:
             tried = with_options(rows, dispatcher=dispatcher, overlap=overlap)
             parts.append(tried.take(works_together(tried)))
-    return joined([part for part in parts if len(part)])
+    if choices.zero_bubble:
+        parts += [_delayed(part) for part in parts]
+    return joined([part for part in parts if len(part)] or parts[:1])
+
+
+def _delayed(columns: Columns) -> Columns:
+    """Those layouts that may delay weight gradients into the pipeline's bubble, doing so."""
+    rows = columns.take((columns.pp > 1) & (columns.sharding == SHARDING.index("none")))
+    return with_options(rows, schedule="zero_bubble")
 
 
 def works_together(columns: Columns) -> Bools:
     """Which layouts have overlap that their dispatcher, pipeline and recompute allow (Megatron-Core's constraints:
     overlap of experts wants expert parallelism, all-to-all or flex, virtual stages in a pipeline, and no recompute of
-    whole expert layers or of shared experts; a shared expert under dispatch wants the same dispatchers)."""
+    whole expert layers or of shared experts; a shared expert under dispatch wants the same dispatchers, and not both at
+    once; delayed weight gradients want overlap of experts)."""
     spread = columns.ep * columns.etp > 1
     sends = columns.dispatches("alltoall", "deepep", "hybridep", "hierarchical")
     experts = columns.overlaps("experts")
     good = ~experts | (
-        spread
+        (columns.ep > 1)
         & sends
         & ((columns.pp == 1) | (columns.virtual_stages > 1))
         & ~columns.recomputes("moe")
         & ~columns.recomputes("shared_experts")
     )
     shared = columns.overlaps("shared_experts")
-    return good & (~shared | (spread & sends & ~columns.recomputes("shared_experts")))
+    good &= ~shared | (spread & sends & ~experts & ~columns.recomputes("shared_experts"))
+    return good & (experts | ~columns.overlaps("weight_gradients"))
 
 
 def _distinct(columns: Columns, count: int) -> list[int]:
@@ -208,69 +234,92 @@ def pareto(seconds: Floats, held: Floats) -> list[int]:
 
 def nothing_fits(question: Question, base: Columns, pricer: Pricer, choices: Choices) -> str:
     """What is missing, by how much, and the cheapest ways out."""
-    leanest = with_options(
-        base, sharding=choices.sharding[-1], recompute=choices.recompute[-1], offload=choices.offload[-1]
-    )
-    held = pricer.memory_bytes(leanest)
+    lean = _leanest(base, choices)
+    held = pricer.memory_bytes(lean)
     row = int(held.argmin())
-    least = pricer.candidates(leanest.take([row]))[0]
-    lack = held[row] - question.limit_bytes
+    least = pricer.candidates(lean.take([row]))[0]
     parts = sorted(least.memory.items(), key=lambda item: -item[1])[:3]
-    ways = []
-    more = fewest_gpus(question, most=question.cluster.gpus * 16, above=question.cluster.gpus)
-    if more is not None:
-        ways.append(f"--gpus {more}")
-    bigger = [gpu for gpu in larger_gpus(question) if held[row] <= gpu.memory_bytes * (1 - question.headroom)]
-    if bigger:
-        ways.append(f"--gpu {bigger[0].name} ({bigger[0].memory_bytes / GIB:.0f} GiB)")
-    if question.headroom > 0 and held[row] <= question.cluster.gpu.memory_bytes:
-        ways.append("--memory-headroom 0")
-    if question.work.moment_bytes == 4:
-        ways.append("bf16 moments (--moments bf16)")
-    shorter = question.work.seq_len // 2
-    if len(ways) < 3:
-        ways.append(f"--seq-len {shorter}")
+    ways = list(islice(ways_out(question, float(held[row])), 3))
     return (
         f"Nothing fits: of {len(base):,} layouts the leanest, {least.layout}, needs {held[row] / GIB:.1f} GiB of the "
         f"{question.limit_bytes / GIB:.1f} GiB that --memory-headroom {question.headroom:g} leaves of "
-        f"{question.cluster.gpu.name}, {lack / GIB:.1f} GiB too many, most of it "
-        f"{', '.join(f'{name} {size / GIB:.1f}' for name, size in parts)}: try {', or '.join(ways[:3])}."
+        f"{question.cluster.gpu.name}, {(held[row] - question.limit_bytes) / GIB:.1f} GiB too many, most of it "
+        f"{', '.join(f'{name} {size / GIB:.1f}' for name, size in parts)}"
+        + (f": try {', or '.join(ways)}." if ways else "; no single change of hardware or options makes it fit.")
     )
 
 
-def larger_gpus(question: Question) -> list:  # type: ignore[type-arg]
-    """Accelerators of the catalogue with more memory, the least of it first."""
-    from moesaic.spec.cluster import gpu_named, gpu_names
+def ways_out(question: Question, least: float) -> Iterator[str]:
+    """Single changes after which something fits where the leanest layout needs `least` bytes, the cheapest first: what
+    is free, then more or larger accelerators, then what changes the training."""
+    cluster, work = question.cluster, question.work
+    if question.headroom > 0 and least <= cluster.gpu.memory_bytes:
+        yield "--memory-headroom 0"
+    if work.moment_bytes == 4 and anything_fits(replace(question, work=replace(work, moment_bytes=2))):
+        yield "--moments bf16"
+    more = fewest_gpus(question, most=cluster.gpus * 16, above=cluster.gpus)
+    if more is not None:
+        yield f"--gpus {more}"
+    larger = larger_gpus(question)
+    room = [gpu for gpu in larger if least <= gpu.memory_bytes * (1 - question.headroom)]
+    if room:
+        yield f"--gpu {room[0].name!r} ({room[0].memory_bytes / GIB:.0f} GiB)"
+    elif larger:
+        gpu = larger[-1]
+        other = replace(question, cluster=cluster.model_copy(update={"gpu": gpu, "gpus_per_node": None}))
+        count = fewest_gpus(other, most=cluster.gpus * 16, above=cluster.gpus)
+        if count is not None:
+            yield f"--gpu {gpu.name!r} --gpus {count}"
+    length = work.seq_len // 2
+    while length >= _SHORTEST:
+        if anything_fits(replace(question, work=replace(work, seq_len=length))):
+            yield f"--seq-len {length}"
+            return
+        length //= 2
 
-    all_of_them = [gpu_named(name) for name in gpu_names()]
+
+def anything_fits(question: Question) -> bool:
+    """Whether some layout of the question's cluster is legal and fits. One sequence a micro-batch and one chunk a stage
+    keep the least, so only they are looked at."""
+    choices = choices_of(question.stack, question.work.model, question.cluster)
+    try:
+        base = _legal(replace(question, only={"micro_batch": 1, "virtual_stages": 1, **question.only}))
+    except SpecError:
+        return False
+    pricer = Pricer(question.work, question.cluster, question.stack)
+    return bool(pricer.fits(_leanest(base, choices), question.limit_bytes).any())
+
+
+def _leanest(base: Columns, choices: Choices) -> Columns:
+    """Each layout in the ways that may need the least memory."""
+    return joined(
+        [
+            with_options(base, sharding=choices.sharding[-1], recompute=recompute, offload=choices.offload[-1])
+            for recompute in dict.fromkeys(choices.recompute[-2:])
+        ]
+    )
+
+
+def larger_gpus(question: Question) -> list[GpuSpec]:
+    """Accelerators of the catalogue with more memory, the least of it first."""
     mine = question.cluster.gpu.memory_bytes
-    return sorted((gpu for gpu in all_of_them if gpu.memory_bytes > mine), key=lambda gpu: gpu.memory_bytes)
+    larger = [gpu for gpu in map(gpu_named, gpu_names()) if gpu.memory_bytes > mine]
+    return sorted(larger, key=lambda gpu: gpu.memory_bytes)
 
 
 def fewest_gpus(question: Question, most: int, above: int = 0) -> int | None:
-    """The smallest number of accelerators, up to `most`, on which some layout fits; None if there is none. Whole nodes
-    are tried, and within one node the divisors of it."""
-    node = question.cluster.gpu.gpus_per_node
-    worlds = divisors(node) + [node * nodes for nodes in _counts(most // node)]
-    choices = choices_of(question.stack, question.work.model, question.cluster)
-    for world in sorted(set(worlds)):
-        if world <= above or world > most:
-            continue
-        smaller = replace(question, cluster=question.cluster.model_copy(update={"gpus": world}))
-        try:
-            base = _legal(replace(smaller, only={**question.only, "micro_batch": 1, "virtual_stages": 1}))
-        except SpecError:
-            continue
-        pricer = Pricer(smaller.work, smaller.cluster, smaller.stack)
-        for sharding in choices.sharding[-1:]:
-            lean = with_options(base, sharding=sharding, recompute=choices.recompute[-1], offload=choices.offload[-1])
-            if pricer.fits(lean, smaller.limit_bytes).any():
-                return world
+    """The smallest number of accelerators, up to `most`, on which some layout fits; None if there is none. Tried are
+    the divisors of a node, and whole nodes: each number up to 32 of them, then 16 of each doubling."""
+    node = question.cluster.gpus_per_node or question.cluster.gpu.gpus_per_node
+    worlds = {*divisors(node), *(node * nodes for nodes in _counts(most // node))}
+    for world in sorted(world for world in worlds if above < world <= most):
+        if anything_fits(replace(question, cluster=question.cluster.model_copy(update={"gpus": world}))):
+            return world
     return None
 
 
 def _counts(most: int) -> list[int]:
-    """Numbers of nodes to try: all up to 16, then steps of about a sixteenth."""
+    """Numbers of nodes to try: all up to 32, then 16 of each doubling."""
     counts, nodes = [], 1
     while nodes <= most:
         counts.append(nodes)
@@ -279,15 +328,10 @@ def _counts(most: int) -> list[int]:
 
 
 def _notes(question: Question) -> tuple[str, ...]:
-    most = most_degrees(question.cluster, question.work.seq_len)
+    most = most_degrees(question.cluster, question.work.seq_len, question.stack)
     return (
         f"tensor parallelism is tried inside the fast domain only (tp and etp up to {most['tp']})",
         f"context parallelism is tried up to {most['cp']} (pieces of 1,024 tokens)",
         "layers are dealt to stages by their FLOPs",
         f"every dispatcher and overlap is tried with the {_KEPT:,} layouts that are fastest with an all-to-all",
     )
-
-
-def priced_in_full(question: Question, layout_columns: Columns) -> list[Candidate]:
-    """Given layouts in full, fit or not."""
-    return Pricer(question.work, question.cluster, question.stack).candidates(layout_columns)

@@ -22,6 +22,8 @@ from .stage_balance import balanced_stages, layer_costs
 
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 8)
+WITHOUT_ETP = ("torchtitan",)
+"""Frameworks that have no tensor parallelism inside experts."""
 _SHORTEST_PIECE = 1024
 """Tokens below which no sequence is cut by context parallelism: shorter pieces only add communication."""
 
@@ -37,6 +39,8 @@ class Choices:
     recompute: tuple[tuple[str, ...], ...]
     """Sets of RECOMPUTE in the order in which they are tried until one fits: each keeps less than the ones before."""
     offload: tuple[tuple[str, ...], ...]
+    zero_bubble: bool = False
+    """Whether pipelines without sharding may also leave weight gradients for later to fill their bubble."""
 
 
 def choices_of(stack: Stack, model: ModelSpec, cluster: ClusterSpec) -> Choices:
@@ -58,23 +62,27 @@ def choices_of(stack: Stack, model: ModelSpec, cluster: ClusterSpec) -> Choices:
         full = ((), ("full",))
         return Choices(("parameters",), dispatchers, (("gradients", "parameters"),), full, ((),))
     if stack.framework == "moesaic":
-        return Choices(("none", "optimizer", "gradients", "parameters"), ("allgather", "alltoall"), ((),), ((),), ((),))
+        sharding = ("none", "optimizer", "gradients", "parameters")
+        return Choices(sharding, ("allgather", "alltoall"), ((),), ((),), ((),), zero_bubble=True)
     dispatchers = ("allgather", "alltoall", "deepep", "hybridep") if nvidia else ("allgather", "alltoall")
-    overlaps = (base, *([(*base, "shared_experts")] if shared else []), (*base, "experts", "weight_gradients"))
+    overlaps = (base, *([(*base, "shared_experts")] if shared else []))
+    if len(model.mtp) <= 1:
+        overlaps = (*overlaps, (*base, "experts", "weight_gradients"))
     return Choices(("optimizer",), dispatchers, overlaps, recompute, ((), ("optimizer",)))
 
 
 def recompute_ladder(model: ModelSpec) -> tuple[tuple[str, ...], ...]:
     """Sets of modules to recompute, each a superset of the one before, in the order of Megatron-Core's advice for
-    expert models (moe_act, norms, MLA's up-projection, dense parts), then whole expert layers, then everything."""
+    expert models (moe_act, norms, MLA's up-projection, dense parts), then whole expert layers, then everything. Shared
+    experts come after what overlap of expert communication allows."""
     layers = (*model.layers, *model.mtp)
     moes = [layer.moe for layer in layers if layer.moe is not None]
     steps = [
         ("moe_act", bool(moes)),
         ("layernorm", True),
         ("mla_up_proj", any(layer.attention.kind == "mla" for layer in layers)),
-        ("shared_experts", any(moe.shared is not None for moe in moes)),
         ("mlp", any(layer.mlp is not None for layer in layers)),
+        ("shared_experts", any(moe.shared is not None for moe in moes)),
     ]
     ladder: list[tuple[str, ...]] = [()]
     for name, there in steps:
@@ -86,11 +94,12 @@ def recompute_ladder(model: ModelSpec) -> tuple[tuple[str, ...], ...]:
     return (*ladder, ("full",))
 
 
-def most_degrees(cluster: ClusterSpec, seq_len: int) -> dict[str, int]:
-    """Largest degrees that a search tries: tensor parallelism stays on the fast link, and no sequence is cut into
-    pieces shorter than 1,024 tokens."""
+def most_degrees(cluster: ClusterSpec, seq_len: int, stack: Stack) -> dict[str, int]:
+    """Largest degrees that a search tries: tensor parallelism stays on the fast link, no sequence is cut into pieces
+    shorter than 1,024 tokens, and torchtitan cuts no experts."""
     domain = cluster.fast_domain
-    return {"tp": domain, "etp": domain, "cp": max(1, seq_len // _SHORTEST_PIECE)}
+    etp = 1 if stack.framework in WITHOUT_ETP else domain
+    return {"tp": domain, "etp": etp, "cp": max(1, seq_len // _SHORTEST_PIECE)}
 
 
 def degrees_of(
