@@ -53,7 +53,7 @@ class System:
 SYSTEMS = {
     "megatron": System(
         Stack("megatron", fused=False), 8, 1, 1, 8, 1, ("gradients", "parameters"), (), 4,
-        {"straggler": 0.0155, "other_work": 4.8},
+        {"straggler": 0.0155, "other_work": 3.6},
     ),
     "megascale": System(
         Stack("megascale"), 1, 8, 8, 1, 2, ("gradients", "parameters", "between", "inside"),

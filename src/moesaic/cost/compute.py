@@ -98,11 +98,16 @@ class Machine:
 
     # ------------------------------------------------------------ kernels
 
+    def _reached(self, speed: float, n: Numbers, k: Numbers) -> Numbers:
+        """FLOP/s with weights [k, n], of `speed` with large ones."""
+        narrow = np.minimum(n, k)
+        return speed * narrow / (narrow + self.rates.gemm_half_balance * speed / self.bandwidth)
+
     def gemm(
         self, name: str, module: str, m: Numbers, n: Numbers, k: Numbers, *, low: bool = True, in_moe: bool = False
     ) -> Op:
         """[m, k] times [k, n]: the slower of its FLOPs and its bytes, and a fixed time to fill the device."""
-        flops, speed = 2.0 * m * n * k, self.low if low else self.bf16
+        flops, speed = 2.0 * m * n * k, self._reached(self.low if low else self.bf16, n, k)
         moved = BF16 * (m * k + k * n + m * n) / self.bandwidth
         once = np.maximum(flops / speed, moved) + self.rates.gemm_seconds
         weight = np.maximum(flops / (speed * self.rates.weight_gradient_share), moved) + self.rates.gemm_seconds
@@ -116,8 +121,9 @@ class Machine:
         item = 1 if self.low > self.bf16 else BF16
         unhidden = self.rates.unhidden_load / self.bandwidth
         moved = BF16 * count * rows * (n + k)
-        once = flops / self.low + (item * weights + moved) * unhidden + fixed
-        weight = flops / (self.low * self.rates.weight_gradient_share) + (4 * weights + moved) * unhidden + fixed
+        speed = self._reached(self.low, n, k)
+        once = flops / speed + (item * weights + moved) * unhidden + fixed
+        weight = flops / (speed * self.rates.weight_gradient_share) + (4 * weights + moved) * unhidden + fixed
         return Op(name, "moe", "compute", once, once, weight, in_moe=True)
 
     def memory(
@@ -269,6 +275,8 @@ def _core(spec: AttentionSpec, machine: Machine, q: Numbers, kv: Numbers, out: N
     # A kernel sees whole sequences under ulysses, and blocks of s/cp positions in a ring.
     length = np.where(c.ring, 2.0 * positions / c.cp, 2.0 * positions)
     speed = m.bf16 * rates.attention_share * length / (length + rates.attention_half)
+    width = (spec.head_dim + spec.v_head_dim) / 2
+    speed = speed * (width / 128) * (128 + rates.attention_half_width) / (width + rates.attention_half_width)
     forward = flops / speed + rates.kernel_seconds * np.where(c.ring, c.cp, 1)
     # Backward computes scores again: five matmuls where forward has two.
     core = Op("attention.core", "core_attn", "compute", forward, 2.5 * forward / rates.attention_backward, launches=2)

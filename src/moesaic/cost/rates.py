@@ -48,17 +48,20 @@ class Rates:
     # ------------------------------------------------------------ matmuls
     gemm_share: float = 0.85
     """Share of the bf16 peak that large matmuls sustain on a slow accelerator. (a, g: 0.73 with attention on H20)"""
-    gemm_half_peak: float = 2.6e15
+    gemm_half_peak: float = 3.0e15
     """Bf16 peak, FLOP/s, at which that share has halved: the faster the matrix units, the more power and data limit
-    them in a long run. One curve gives A100 0.76, H100 0.62, B200 0.46. (s: dense rows; g: 0.54 to 0.58 with attention;
+    them in a long run. One curve gives A100 0.77, H100 0.64, B200 0.49. (s: dense rows; g: 0.54 to 0.58 with attention;
     kernels timed alone reach 0.8 on H100 and 0.65 on B200, by a)"""
-    fp8_share: float = 0.70
+    fp8_share: float = 0.88
     """Share of the fp8 peak over that of the bf16 peak, for per-tensor and block scaling. (a: 0.51 / 0.81 on H100)"""
-    mxfp8_share: float = 0.80
-    nvfp4_share: float = 0.55
+    mxfp8_share: float = 1.15
+    nvfp4_share: float = 0.75
     """(a: 0.35 / 0.65 on B200)"""
     weight_gradient_share: float = 0.85
     """Weight-gradient matmuls over the others. (s)"""
+    gemm_half_balance: float = 1.0
+    """A matmul's smaller weight dimension at which its share has halved, over the machine's balance (the FLOPs it does
+    in the time of a byte): narrow matmuls read and write more per FLOP. (a: 80 to 200 columns on H100)"""
     gemm_seconds: float = 4.5e-6
     """Filling and draining the device, per matmul. (a: all shapes of H100 and B200 within some percent)"""
     group_seconds: float = 4.0e-6
@@ -67,17 +70,19 @@ class Rates:
     """Share of the time to move an expert's weights and rows that its FLOPs do not hide. (s:
     128 to 9,832 rows per expert on B200; a: 128 to 2,048 on H100; both within 10 %)"""
     # ------------------------------------------------------------ attention core
-    attention_share: float = 1.1
+    attention_share: float = 1.0
     """Rate of the forward of a fused attention core on long sequences over that of large matmuls. (m: 0.68 of H100's
     peak; s: dense rows of 131,072 tokens on B200)"""
     attention_half: float = 900.0
     """Positions at which that share has halved. (m: 0.56 at 4096, 0.645 at 16384 on Hopper; Blackwell alike)"""
+    attention_half_width: float = 64.0
+    """Head width at which that share is half of what very wide heads would reach; 128 is the reference. (m)"""
     attention_backward: float = 0.80
     """Rate of its backward over its forward. (m, d)"""
     # ------------------------------------------------------------ memory-bound work and the host
     memory_share: float = 0.80
     """Share of memory bandwidth that elementwise kernels reach. (a)"""
-    permute_share: float = 0.50
+    permute_share: float = 0.4
     """The same for moving rows by index. (s)"""
     loss_share: float = 0.30
     """The same for the loss over the vocabulary. (s)"""
@@ -99,7 +104,7 @@ class Rates:
     """Share of a fast link's bandwidth that all-gather and reduce-scatter reach. (a: 0.75 on H100, 0.77 on B200)"""
     alltoall_ratio: float = 0.88
     """Bandwidth of NCCL's all-to-all over that of its all-gather. (a: 0.66 to 0.72 of the link; g: 0.75 in Fig. 7)"""
-    fused_ratio: float = 0.95
+    fused_ratio: float = 0.8
     """The same for DeepEP and HybridEP. (m: 0.69 to 0.77 of the link on GB200)"""
     regather: float = 1.0
     """1 where backward gathers again what forward gathered, instead of keeping it (Megatron's sequence parallelism,
@@ -123,7 +128,7 @@ class Rates:
     """Share of backward's communication that independent operators of the same micro-batch hide. (g: table 5)"""
     hidden_inside: float = 0.6
     """Share of communication that fused kernels hide inside their own matmuls. (g: table 5)"""
-    hidden_experts: float = 0.9
+    hidden_experts: float = 0.95
     """Share of dispatch that another micro-batch hides. (d: 0.96; m: 0.93)"""
     hidden_gradients: float = 0.9
     """Share of one backward pass that hides the reduction of gradients, and of a forward pass for gathering. (x)"""
@@ -146,12 +151,13 @@ class Rates:
         return self.gemm_share / (1 + peak_bf16 / self.gemm_half_peak)
 
 
-_NOT_FUSED = 0.15
+_NOT_FUSED = 0.19
 """Speed of framework operations such as `scatter_add` over that of kernels made for moving rows. (g: Megatron-LM's
 "other" on H800 in Fig. 13)"""
 _MEGASCALE = {
     "straggler": 0.0,
     "other_work": 4.3,
+    "permute_share": 0.7,
     "merge_shared": 1.0,
     "regather": 0.0,
     "alltoall_ratio": 0.76,
