@@ -99,9 +99,7 @@ def plan(
         return
     result = search(question, (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr)))
     if html is not None:
-        from moesaic.report.plan_page import plan_page
-
-        html.write_text(plan_page(result))
+        html.write_text(_page(question, result), encoding="utf-8")
     if trace is not None:
         from moesaic.plan.steps import step_picture
         from moesaic.report.trace import write_trace
@@ -219,6 +217,30 @@ def _launch(target: str, question: Question, candidate: Candidate, out: Path) ->
         if file.endswith(".sh"):
             path.chmod(0o755)
     print(f"{', '.join(sorted(files))} in {out}", file=sys.stderr)
+
+
+def _page(question: Question, result: PlanResult) -> str:
+    from moesaic.cost.memory import stage_memory
+    from moesaic.plan.steps import step_picture
+    from moesaic.report.plan_page import PlanFacts, plan_page
+
+    best, cluster = result.layouts[0], result.cluster
+    picture = step_picture(result.workload, cluster, result.stack, best)
+    facts = PlanFacts(
+        result.as_json(),
+        best.layout,
+        stage_memory(result.workload, best.layout),
+        best.available_bytes,
+        cluster.fast_domain,
+        cluster.node_size,
+        picture.timeline,
+        picture.layer,
+        picture.shown,
+        picture.micro_batches,
+        simulated_seconds=picture.step_seconds,
+        headroom_bytes=best.available_bytes - question.limit_bytes,
+    )
+    return plan_page(facts)
 
 
 # ---------------------------------------------------------------- what is shown

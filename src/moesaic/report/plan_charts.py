@@ -84,10 +84,10 @@ class Spot:
 
 def front_plot(spots: Sequence[Spot], limits: Sequence[tuple[str, float]], *, width: int = 1110) -> str:
     """Seconds of a step against GiB of memory. `limits` are vertical lines (name, GiB), the hardest first."""
-    left, right, top, bottom, height = 56, 20, 26, 36, 340
+    left, right, top, bottom, height = 56, 110, 26, 36, 340
     xs = [spot.gib for spot in spots] + [size for _, size in limits]
     ys = [spot.seconds for spot in spots]
-    x_low, x_high = _widened(min(xs), max(xs), 0.04, 0.08)
+    x_low, x_high = _widened(min(xs), max(xs), 0.04, 0.0)
     y_low, y_high = _widened(min(ys), max(ys), 0.12, 0.10)
 
     def px(x: float) -> float:
@@ -258,9 +258,7 @@ class _Frame:
         blocks = -(-ranks // (self.node * self.unit))
         return -(-blocks // self.blocks) * self.block_tall + 6
 
-    def draw(
-        self, name: str, ranks: Sequence[int], square: Callable[[int], tuple[int, float, str, str]]
-    ) -> str:
+    def draw(self, name: str, ranks: Sequence[int], square: Callable[[int], tuple[int, float, str, str]]) -> str:
         """`square` gives a rank's hue, opacity, label and hint."""
         parts: list[str] = []
         nodes = list(dict.fromkeys(rank // self.node for rank in ranks))
@@ -285,7 +283,7 @@ class _Frame:
                 f'<rect class="node" x="{x - 0.5}" y="{y - 0.5}" rx="3" width="{self.node_wide - 4}" '
                 f'height="{self.node_tall - 4}"/>'
             )
-            mine = [rank for rank in ranks[place * self.node : (place + 1) * self.node]]
+            mine = ranks[place * self.node : (place + 1) * self.node]
             parts += [self._square(rank % self.node, x, y, *square(rank)) for rank in mine]
         return _svg(f"mesh {name}", self.width, self.height(len(ranks)), parts)
 
@@ -317,6 +315,4 @@ def _widened(low: float, high: float, below: float, above: float) -> tuple[float
 
 
 def _svg(kind: str, width: int, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<div class="chart {kind}"><svg viewBox="0 0 {width} {height:g}" role="img">{"".join(parts)}</svg></div>'
-    )
+    return f'<div class="chart {kind}"><svg viewBox="0 0 {width} {height:g}" role="img">{"".join(parts)}</svg></div>'

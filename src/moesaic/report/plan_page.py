@@ -48,6 +48,7 @@ WALLS = {
     "communication": ("communication", "var(--q2)"),
     "host": ("host", "var(--q10)"),
 }
+_USUAL_OVERLAP = ("gradients", "parameters", "tensor")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class PlanFacts:
     shown: int
     micro_batches: int
     """Of a step."""
+    simulated_seconds: float | None = None
+    """Of the whole step by the simulation that `timeline` is the beginning of."""
     headroom_bytes: float = 0.0
     """Of `gpu_bytes`, what the search left free."""
 
@@ -119,8 +122,8 @@ def _headline(facts: PlanFacts, title: str) -> str:
     low, high = best["interval_seconds"]
     return (
         f"<header><h1>{title}</h1><p>{' · '.join(escape(part) for part in line)}</p>"
-        f'<p class="lead">Fastest that fits: <code>{escape(best["layout"])}</code>, {escape(_options(best["options"]))}. '
-        f"A step takes {_number(best['step_seconds'])} s, and between {_number(low)} and {_number(high)} s nine times "
+        f'<p class="lead">Fastest that fits: <code>{escape(best["layout"])}</code>, '
+        f"{escape(_options(best['options']))}. A step takes {_number(best['step_seconds'])} s, and between {_number(low)} and {_number(high)} s nine times "
         f"in ten.</p></header>"
     )
 
@@ -188,12 +191,20 @@ def _step(facts: PlanFacts) -> str:
     else:
         which = f"All {facts.shown:,} micro-batches"
     text = f"{which}. Time goes to the right, and bare ground is waiting. Hover for names and times."
+    simulated, told = facts.simulated_seconds, _best(facts)["step_seconds"]
+    if simulated is not None and abs(simulated / told - 1) > 0.02:
+        text += (
+            f" The whole step as simulated takes {_number(simulated)} s; the {_number(told)} s above also know how far "
+            "past predictions were off."
+        )
     return card("One step", text, timeline_svg(facts.timeline))
 
 
 def _layer(facts: PlanFacts) -> str:
     layer = facts.layer
     text = "Forward and backward of one layer, by stream."
+    if any(event.name.startswith("backward") and event.start == 0 for event in layer.events):
+        text = "One layer, by stream: forward of a micro-batch beside backward of the one before."
     if layer.busy("fast", "network"):
         text += (
             f" {layer.hidden():.0%} of its communication runs under compute; "
@@ -218,18 +229,30 @@ def _seconds(facts: PlanFacts) -> str:
         f'background:{fill}"></i></div><b>{best["walls"][wall]:.1%}</b></div>'
         for wall, (name, fill) in WALLS.items()
     )
-    hidden = f"{seconds_text(best['hidden_seconds'])} more of communication run under other work."
+    text = "Of a step, on the critical path; communication only where it shows."
+    if best["hidden_seconds"] > 0:
+        text += f" {seconds_text(best['hidden_seconds'])} more of it run under other work."
     return (
         '<div class="grid2">'
-        + card("Where the seconds go", "Of a step, on the critical path; communication only where it shows.", share)
         + card(
-            "The four walls",
-            f"Memory in use of what an accelerator has, and shares of the step. Compute is also the bubble and the "
-            f"optimizer. {hidden}",
+            "Where the seconds go",
+            text,
+            share,
+            "<h3>The four walls: memory in use, and shares of the step (compute is all that the others are not)</h3>",
             walls,
         )
+        + card("The fastest layout", "All of its options, also those that are usual.", _all_options(best))
         + "</div>"
     )
+
+
+def _all_options(best: Mapping[str, Any]) -> str:
+    """The degrees, and every option by its own name."""
+    rows = []
+    for name, value in {"layout": best["layout"], **best["options"]}.items():
+        text = ", ".join(value) or "none" if isinstance(value, list) else str(value)
+        rows.append(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>")
+    return f'<table class="facts">{"".join(rows)}</table>'
 
 
 def _front(facts: PlanFacts) -> str:
@@ -262,7 +285,7 @@ def _table(facts: PlanFacts) -> str:
     for number, each in enumerate(facts.result["layouts"]):
         low, high = each["interval_seconds"]
         rows.append(
-            f'<tr{" class=best" if number == 0 else ""}><td><code>{escape(each["layout"])}</code></td>'
+            f"<tr{' class=best' if number == 0 else ''}><td><code>{escape(each['layout'])}</code></td>"
             f'<td class="words">{escape(_options(each["options"]))}</td>'
             f"<td>{_number(each['step_seconds'])}</td><td>{_number(low)}–{_number(high)}</td>"
             f"<td>{each['tokens_per_second_per_gpu']:,.0f}</td><td>{each['model_tflops_per_gpu']:,.0f}</td>"
@@ -285,45 +308,33 @@ def _meshes(facts: PlanFacts) -> str:
     text += f" and fast domains of {domain} (dashed)" if domain > node and layout.world > node else ""
     text += ". Hover for coordinates."
     if len(both.shown) < both.ranks:
-        stages = (
-            f"hold pipeline rank 0 of {layout.pp}; the others look the same" if layout.pp > 1 else "are the first"
-        )
+        stages = f"hold pipeline rank 0 of {layout.pp}; the others look the same" if layout.pp > 1 else "are the first"
         text += f" {len(both.shown):,} of {both.ranks:,} ranks are shown: their nodes {stages}."
     unit = "shade" if several else "colour"
     legend = ""
     if several:
         text += " Each pipeline rank has a hue, and groups in it are shades."
         legend = _legend([(f"pipeline rank {stage}", stage_colour(stage)) for stage in both.stages[:8]])
-    pieces = [
-        (
-            f"Dense mesh: {dense}",
-            f"One {unit}: ranks that share a replica's sequences"
-            f"{_size(layout.cp * layout.tp, layout.groups('cp', 'tp'), node, domain)}.",
-            both.dense,
-        )
-    ]
+    size = _size(layout.groups("cp", "tp"), node, domain)
+    pieces = [(f"Dense mesh: {dense}", f"One {unit}: ranks that share a replica's sequences ({size}).", both.dense)]
     if layout.experts_ep:
+        size = _size(layout.expert_groups("ep", "etp"), node, domain)
         pieces.append(
-            (
-                f"Expert mesh: {expert}",
-                f"One {unit}: ranks that hold all experts of a layer together"
-                f"{_size(layout.ep * layout.etp, layout.expert_groups('ep', 'etp'), node, domain)}.",
-                both.expert,
-            )
+            (f"Expert mesh: {expert}", f"One {unit}: ranks that together hold all experts ({size}).", both.expert)
         )
     columns = "".join(f"<div><h3>{title}</h3><p>{escape(word)}</p>{drawn}</div>" for title, word, drawn in pieces)
-    return card("Where the ranks stand", text, legend, f'<div class="layers">{columns}</div>')
+    return card("Where the ranks stand", text, legend, f'<div class="layers pair">{columns}</div>')
 
 
-def _size(ranks: int, groups: Sequence[Sequence[int]], node: int, domain: int) -> str:
+def _size(groups: Sequence[Sequence[int]], node: int, domain: int) -> str:
     """How large a group is, and how far it reaches."""
+    ranks, nodes = len(groups[0]), nodes_spanned(groups, node)
     if ranks == 1:
-        return " (one rank each)"
-    nodes = nodes_spanned(groups, node)
+        return "one rank each"
     if nodes == 1:
-        return f" ({ranks} ranks, inside a node)"
-    domains = nodes_spanned(groups, max(domain, 1))
-    return f" ({ranks} ranks over {nodes} nodes{', inside a fast domain' if domains == 1 else ''})"
+        return f"{ranks} ranks, inside a node"
+    inside = domain > node and nodes_spanned(groups, domain) == 1
+    return f"{ranks} ranks over {nodes} nodes{', inside a fast domain' if inside else ''}"
 
 
 def _notes(facts: PlanFacts) -> str:
@@ -352,19 +363,20 @@ def _options(options: Mapping[str, Any]) -> str:
     if options["virtual_stages"] > 1:
         words.append(f"{options['virtual_stages']} virtual stages")
     if options.get("schedule") not in (None, "1f1b", "interleaved"):
-        words.append(options["schedule"])
+        words.append(options["schedule"].replace("_", " "))
     words += [options[name] for name in ("cp_kind", "dispatcher") if options.get(name) not in (None, "local")]
     if options["sharding"] not in ("none", "optimizer"):
         words.append(f"{options['sharding']} sharded")
     for name in ("overlap", "recompute", "offload"):
-        if options[name]:
-            words.append(f"{name} {' + '.join(options[name])}")
-    return ", ".join(words).replace("_", " ")
+        told = [word for word in options[name] if name != "overlap" or word not in _USUAL_OVERLAP]
+        if told:
+            words.append(f"{name} {' + '.join(told)}")
+    return ", ".join(words)
 
 
 def _number(value: float) -> str:
     """Three digits, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
