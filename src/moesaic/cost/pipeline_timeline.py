@@ -71,14 +71,17 @@ def simulate_step(
     stages = len(stage_forward)
     if virtual_stages < 1 or not stages or stages % virtual_stages:
         raise SpecError(f"{stages} stages are not a whole number of ranks with {virtual_stages} virtual stages each")
-    backward = stage_backward or [a + b for a, b in zip(stage_backward_input, stage_backward_weight, strict=False)]
-    parameters = parameter_seconds or [0.0] * stages
-    gradients = gradient_seconds or [0.0] * stages
+    backward = stage_backward
+    if backward is None:
+        backward = [a + b for a, b in zip(stage_backward_input, stage_backward_weight, strict=False)]
+    pairs = backward if stage_pair is None else stage_pair
+    parameters = [0.0] * stages if parameter_seconds is None else parameter_seconds
+    gradients = [0.0] * stages if gradient_seconds is None else gradient_seconds
     for name, values in (
         ("stage_backward_input", stage_backward_input),
         ("stage_backward_weight", stage_backward_weight),
         ("stage_backward", backward),
-        ("stage_pair", stage_pair or backward),
+        ("stage_pair", pairs),
         ("parameter_seconds", parameters),
         ("gradient_seconds", gradients),
     ):
@@ -89,7 +92,7 @@ def simulate_step(
     pp = stages // virtual_stages
     works = pipeline_works(schedule, pp, virtual_stages, micro_batches, paired=stage_pair is not None)
     seconds = {"F": stage_forward, "B": backward, "I": stage_backward_input, "W": stage_backward_weight}
-    saved = [f + b - p for f, b, p in zip(stage_forward, backward, stage_pair or (), strict=False)]
+    saved = [f + b - p for f, b, p in zip(stage_forward, backward, pairs, strict=True)]
 
     def length(work: Work) -> float:
         alone = [seconds[action.kind][action.stage] for action in work]
