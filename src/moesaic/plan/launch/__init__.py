@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from moesaic.spec.errors import SpecError, nearest
 
-from . import bridge, megatron, run_file
+from . import bridge, deepspeed, megatron, nanotron, run_file, torchtitan
 from .flags import check_flags
 from .plan import Plan, plain_name
 
@@ -19,6 +19,9 @@ __all__ = ["TARGETS", "Plan", "check_flags", "launch_files", "plain_name"]
 TARGETS: dict[str, Callable[[Plan], dict[str, str]]] = {
     "megatron": megatron.files,
     "bridge": bridge.files,
+    "torchtitan": torchtitan.files,
+    "deepspeed": deepspeed.files,
+    "nanotron": nanotron.files,
     "run-file": run_file.files,
 }
 """Writers by the name of the stack that they write for."""
