@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moesaic.plan.around import Change, Why
     from moesaic.plan.result import Candidate, PlanResult
     from moesaic.plan.search import Question
+    from moesaic.spec.cluster import ClusterSpec
 
 FRAMEWORKS = ("megatron", "megascale", "torchtitan", "moesaic")
 
@@ -52,7 +53,11 @@ def plan(
         bool, typer.Option("--fewest-gpus", help="Find the smallest cluster, up to --gpus, that fits.")
     ] = False,
     why: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="Explain one layout, also an illegal or too large one.")
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="Explain one layout, also an illegal or too large one: its degrees, or a whole row as printed here.",
+        ),
     ] = None,
     around: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="List single changes to a layout by their gain.")
@@ -69,11 +74,15 @@ def plan(
 
     Times come with an interval that holds nine measurements in ten, from the errors of past predictions.
     """
-    from moesaic.plan.around import changes, parse_choice
+    from moesaic.plan.around import changes
     from moesaic.plan.around import why as explain
     from moesaic.plan.search import search
     from moesaic.spec.errors import SpecError
 
+    if why is not None and around is not None:
+        raise SpecError("--why and --around ask two things: give one of them.")
+    if (why is not None or around is not None) and (html is not None or trace is not None):
+        raise SpecError("--html and --trace show the best layout of a search: leave --why and --around out.")
     question = _question(
         source, gpus, gpu, seq_len, global_batch, precision, stack, memory_headroom, imbalance, moments, mtp, top,
         whole=not fewest_gpus,
@@ -82,10 +91,11 @@ def plan(
         question = _fewest(question, quiet=as_json)
     if why is not None or around is not None:
         text = why if why is not None else str(around)
-        if around is not None:
-            parse_choice(around)
         answer = explain(question, text, count=top)
-        if around is not None and answer.candidate is not None:
+        if around is not None and answer.candidate is None:
+            raise SpecError(f"{text} is not legal: {answer.illegal}")
+        if around is not None:
+            assert answer.candidate is not None
             found = changes(question, answer.candidate)[: 2 * top]
             print(json.dumps(_around_json(answer, found), indent=2)) if as_json else _show_around(answer, found)
         else:
@@ -135,7 +145,6 @@ def _question(
 ) -> Question:
     from moesaic.cost.workload import Workload
     from moesaic.plan.search import Question
-    from moesaic.spec.cluster import cluster_of, load_cluster
     from moesaic.spec.errors import SpecError
     from moesaic.spec.families import load_model_spec
     from moesaic.spec.run import load_run
@@ -147,17 +156,10 @@ def _question(
         seq_len = seq_len or run.train.seq_len
         global_batch = global_batch or run.train.global_batch
         precision = precision or run.train.dtype
-        gpus = gpus or run.world
-        if gpu is None and run.cluster.gpu is not None:
-            cluster = cluster_of(run.cluster, gpus)
-            gpus = cluster.gpus
-        else:
-            cluster = load_cluster(gpu or "h100", gpus or 8)
+        cluster = _run_cluster(run, gpu, gpus)
     else:
         model = load_model_spec(source)
-        if gpus is None:
-            raise SpecError("How many accelerators? Give --gpus N (with --fewest-gpus, the most there may be).")
-        cluster = load_cluster(gpu or "h100", gpus)
+        cluster = _cluster(gpu, gpus)
     length = seq_len or min(4096, model.max_positions)
     if model.learned_positions and length > model.max_positions:
         raise SpecError(f"--seq-len {length} is more than the {model.max_positions} positions that {model.name} has.")
@@ -171,6 +173,28 @@ def _question(
         moment_bytes=2 if moments == "bf16" else 4,
     )
     return Question(work, cluster, _stack(stack), headroom=headroom, top=top)
+
+
+def _run_cluster(run: Any, gpu: str | None, gpus: int | None) -> ClusterSpec:
+    """The cluster of a run file; --gpu and --gpus stand above its [cluster]."""
+    from moesaic.spec.cluster import cluster_of, load_cluster
+
+    table = run.cluster
+    if table.gpu is None or gpu is not None:
+        return _cluster(gpu or table.gpu, gpus or run.world)
+    if gpus is not None:
+        return load_cluster(table.gpu, gpus, gpus_per_node=table.gpus_per_node)
+    cluster = cluster_of(table, run.world) if table.nodes is not None or run.world is not None else None
+    return cluster or _cluster(table.gpu, None)
+
+
+def _cluster(gpu: str | None, gpus: int | None) -> ClusterSpec:
+    from moesaic.spec.cluster import load_cluster
+    from moesaic.spec.errors import SpecError
+
+    if gpus is None and (gpu is None or not gpu.endswith(".toml")):
+        raise SpecError("How many accelerators? Give --gpus N (with --fewest-gpus, the most there may be).")
+    return load_cluster(gpu or "h100", gpus)
 
 
 def _stack(text: str) -> Any:
@@ -247,12 +271,10 @@ def _page(question: Question, result: PlanResult) -> str:
 
 
 def _show(result: PlanResult) -> None:
-    from rich.console import Console
-
     from moesaic.plan.around import workload_text
-    from moesaic.plan.result import why_slower
+    from moesaic.plan.result import layout_text, options_text, why_slower
 
-    console = Console(soft_wrap=True)
+    console = _console()
     best = result.layouts[0]
     low, high = best.interval_seconds
     console.print(f"[bold]{workload_text(result.workload)}[/] on {result.cluster.gpus:,} × {result.cluster.gpu.name}")
@@ -268,28 +290,34 @@ def _show(result: PlanResult) -> None:
         console.print(f"runner-up is {why_slower(best, result.layouts[1])}")
     leaner = [each for each in result.front if each.memory_bytes < 0.9 * best.memory_bytes][:3]
     for each in leaner:
-        from moesaic.plan.result import options_text
-
         console.print(
-            f"with less memory: {each.layout} {options_text(each.layout)}: {each.memory_gib:.1f} GiB, "
+            f"with less memory: {layout_text(each.layout)} {options_text(each.layout)}: {each.memory_gib:.1f} GiB, "
             f"{each.step_seconds:.3g} s"
         )
     for note in result.notes:
         console.print(f"[dim]note: {note}[/]")
 
 
+def _console() -> Any:
+    """A console of the terminal's width; wide enough for a table where there is no terminal."""
+    from rich.console import Console
+
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
 def _table(candidates: Sequence[Candidate]) -> Table:
     from rich.table import Table
 
-    from moesaic.plan.result import options_text
+    from moesaic.plan.result import layout_text, options_text
 
     table = Table(box=None, pad_edge=False)
     for head in ("layout", "options", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", "mem", "comm", "host"):
-        table.add_column(head, justify="left" if head in ("layout", "options") else "right", overflow="fold")
+        text = head in ("layout", "options")
+        table.add_column(head, justify="left" if text else "right", overflow="fold", no_wrap=not text)
     for each in candidates:
         walls = each.walls
         table.add_row(
-            str(each.layout),
+            layout_text(each.layout),
             options_text(each.layout),
             f"{each.step_seconds:.3g}",
             f"{each.tokens_per_second_per_gpu:,.0f}",
@@ -312,12 +340,10 @@ def _parts(console: Any, candidate: Candidate) -> None:
 
 
 def _show_why(answer: Why, question: Question) -> None:
-    from rich.console import Console
-
     from moesaic.plan.around import lacking_gib
-    from moesaic.plan.result import options_text, why_slower
+    from moesaic.plan.result import layout_text, options_text, why_slower
 
-    console = Console(soft_wrap=True)
+    console = _console()
     if answer.candidate is None:
         console.print(f"{answer.layout} is not legal: {answer.illegal}")
     else:
@@ -332,16 +358,14 @@ def _show_why(answer: Why, question: Question) -> None:
                 console.print("no single change makes it fit")
     if answer.best is not None:
         best = answer.best
-        console.print(f"best here: {best.layout} {options_text(best.layout)}, {best.step_seconds:.3g} s")
+        console.print(f"best here: {layout_text(best.layout)} {options_text(best.layout)}, {best.step_seconds:.3g} s")
         if answer.candidate is not None and answer.candidate.layout != best.layout:
             console.print(f"against it this layout is {why_slower(best, answer.candidate)}")
     _show_changes(console, answer.changes, "what would make it fit" if not answer.fits else "single changes")
 
 
 def _show_around(answer: Why, found: Sequence[Change]) -> None:
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
+    console = _console()
     if answer.candidate is not None:
         console.print(_table([answer.candidate]))
     _show_changes(console, found, "single changes")

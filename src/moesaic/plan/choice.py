@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from moesaic.cost.workload import DISPATCHERS, OFFLOAD, OVERLAP, RECOMPUTE, SCHEDULES, SHARDING, Columns, bits
 from moesaic.spec.errors import SpecError, nearest
-from moesaic.spec.layout import Layout, parse_degrees, resolve_layout
+from moesaic.spec.layout import DENSE, EXPERT, Layout, parse_degrees, resolve_layout
 from moesaic.spec.legal import Degrees
 from moesaic.spec.tables import LayoutTable
 
@@ -31,6 +32,7 @@ from .space import (
 )
 
 _WORD = re.compile(r"(mb|vpp)([0-9]{1,6})")
+_DEGREE = re.compile(r"[a-z]+[0-9]+")
 _SETS = {"recompute": RECOMPUTE, "overlap": OVERLAP, "offload": OFFLOAD}
 _SINGLE = {
     **dict.fromkeys(DISPATCHERS, "dispatcher"), "ulysses": "cp_kind", "ring": "cp_kind", "zero_bubble": "schedule",
@@ -47,40 +49,51 @@ def parse_choice(text: str) -> tuple[dict[str, int], dict[str, object]]:
     Raises:
         SpecError: a word that is none of these, or an option given twice.
     """
-    first, *others = (part.strip() for part in text.split(","))
-    words = first.split()
-    singles = [word for word in words if _WORD.fullmatch(word) or word in _SINGLE]
-    degrees = parse_degrees(" ".join(word for word in words if word not in singles))
+    words = iter(re.sub(r"\s*\+\s*", "+", text).replace("/", " / ").replace(",", " ").split())
+    degrees: list[str] = []
     options: dict[str, object] = {}
-    for part in (*singles, *filter(None, others)):
-        for name, value in _option(part, text).items():
-            if options.setdefault(name, value) != value:
-                raise SpecError(f"layout {text!r} gives {name} twice, as {options[name]} and as {value}.")
-    return degrees, options
+    for word in words:
+        if word == "/" or (_DEGREE.fullmatch(word) and not _WORD.fullmatch(word)):
+            degrees.append(word)
+            continue
+        name, value = _option(word, words, text)
+        if options.setdefault(name, value) != value:
+            raise SpecError(f"layout {text!r} gives {name} twice, as {options[name]} and as {value}.")
+    return _degrees(degrees), options
 
 
-def _option(part: str, text: str) -> dict[str, object]:
-    match = _WORD.fullmatch(part)
+def _degrees(words: list[str]) -> dict[str, int]:
+    """As `parse_degrees`, but no name stands in both meshes, so that the slash may be left out."""
+    if "/" not in words:
+        expert = [word for word in words if word.rstrip("0123456789") in EXPERT]
+        words = [*(word for word in words if word not in expert), "/", *expert]
+    return parse_degrees(" ".join(words))
+
+
+def _option(word: str, rest: Iterator[str], text: str) -> tuple[str, object]:
+    """The option that `word` names, and its value, which for some is the next of the words."""
+    match = _WORD.fullmatch(word)
     if match:
         name = {"mb": "micro_batch", "vpp": "virtual_stages"}[match[1]]
         if int(match[2]) < 1:
-            raise SpecError(f"{part!r} in layout {text!r}: {name} is at least 1.")
-        return {name: int(match[2])}
-    if part in _SINGLE:
-        return {_SINGLE[part]: part}
-    name, _, rest = part.partition(" ")
-    if name == "shard":
-        if rest not in SHARDING:
-            raise SpecError(f"{part!r} in layout {text!r}: {nearest(rest, SHARDING)}")
-        return {"sharding": rest}
-    if name in _SETS:
-        chosen = tuple(filter(None, rest.replace(" ", "").split("+"))) if rest != "none" else ()
-        for word in chosen:
-            if word not in _SETS[name]:
-                raise SpecError(f"{word!r} in layout {text!r}: {nearest(word, _SETS[name])}")
-        return {name: chosen}
-    known = (*_SINGLE, "shard", *_SETS, "mb1", "vpp2")
-    raise SpecError(f"{part!r} in layout {text!r}: {nearest(part, known)}")
+            raise SpecError(f"{word!r} in layout {text!r}: {name} is at least 1.")
+        return name, int(match[2])
+    if word in _SINGLE:
+        return _SINGLE[word], word
+    if word == "shard":
+        value = next(rest, "")
+        if value not in SHARDING:
+            raise SpecError(f"'shard {value}' in layout {text!r}: {nearest(value, SHARDING)}")
+        return "sharding", value
+    if word in _SETS:
+        value = next(rest, "")
+        chosen = () if value == "none" else tuple(value.split("+"))
+        for each in chosen:
+            if each not in _SETS[word]:
+                raise SpecError(f"{each!r} after {word} in layout {text!r}: {nearest(each, _SETS[word])}")
+        return word, chosen
+    known = (*_SINGLE, "shard", *_SETS, "mb1", "vpp2", *DENSE, *EXPERT)
+    raise SpecError(f"{word!r} in layout {text!r}: {nearest(word, known)}")
 
 
 def legal_choice(question: Question, degrees: dict[str, int], options: dict[str, object]) -> Layout:

@@ -166,10 +166,13 @@ class PlanResult:
             "global_batch": self.workload.global_batch,
             "precision": self.workload.precision,
             "stack": self.stack.framework,
-            "layouts": [each.as_json() for each in self.layouts],
+            "layouts": [each.as_json() | {"against_best": self._against_best(each)} for each in self.layouts],
             "front": [each.as_json() for each in self.front],
             "notes": list(self.notes),
         }
+
+    def _against_best(self, other: Candidate) -> str | None:
+        return None if other is self.layouts[0] else why_slower(self.layouts[0], other)
 
 
 def why_slower(one: Candidate, other: Candidate) -> str:
