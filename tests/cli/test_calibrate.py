@@ -38,6 +38,8 @@ def measured(monkeypatch):
             "name": "Some CPU",
             "threads": 1,
             "torch": "9.9",
+            "native_bf16": False,
+            "core_share": 1.0,
             "memory_bytes": 2**30,
             "world": processes,
             "domain": processes,

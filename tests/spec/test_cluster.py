@@ -22,6 +22,7 @@ from moesaic.spec.gpus import catalogue
 from moesaic.spec.gpus.tables import PEAKS, RATE_COLUMNS, file_keys
 from moesaic.spec.layout import EXPERT_GROUPS, GROUPS, Layout
 from moesaic.spec.tables import ClusterTable
+from tests.spec import hardware_tables
 
 # name: dense bf16 and fp8 TFLOP/s, GB of memory and TB/s as advertised, GB/s of the link in both directions.
 ADVERTISED = {
@@ -325,3 +326,20 @@ def test_a_spec_made_by_hand_needs_no_rates():
     cluster = ClusterSpec(gpu=gpu_named("h100"), gpus=16)
     assert cluster.rates == {} and cluster.fast_domain == 8
     assert {"matmul_bf16_forward", "grouped_bf16_weight", "all_to_all", "memory"} <= set(RATE_COLUMNS)
+
+
+# ---------------------------------------------------------------- the handbook
+
+
+def test_the_handbook_shows_the_catalogue_as_it_is():
+    page = hardware_tables.PAGE.read_text(encoding="utf-8")
+    assert page == hardware_tables.with_tables(page), "python -m tests.spec.hardware_tables writes the tables anew"
+
+
+def test_the_handbooks_example_is_a_cluster(tmp_path):
+    page = hardware_tables.PAGE.read_text(encoding="utf-8")
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    (tmp_path / "mine.toml").write_text(example)
+    cluster = load_cluster(tmp_path / "mine.toml")
+    assert cluster.gpus == 256 and cluster.network_bandwidth == 25e9
+    assert cluster.gpu.name == "H100 at 500 W" and cluster.gpu.peak_flops["bf16"] == 790e12

@@ -62,12 +62,14 @@ def test_a_line_needs_points():
 
 
 def measured(kind: str = "cpu", name: str = "Some CPU", world: int = 4, domain: int = 2) -> Measurements:
-    """A machine of 100 GFLOP/s at best, 10 GB/s of memory, links of 1 ms + 1 GB/s inside and 2 ms + 0.1 GB/s outside."""
+    """A machine of 100 GFLOP/s at best, 10 GB/s of memory, links of 1 ms + 1 GB/s inside, 2 ms + 0.1 GB/s outside."""
     facts = {
         "kind": kind,
         "name": name,
         "threads": 3,
         "torch": "9.9",
+        "native_bf16": False,
+        "core_share": 1.0,
         "memory_bytes": 16 * 2**30,
         "world": world,
         "domain": domain,
@@ -93,7 +95,7 @@ def test_a_calibration_is_read_back_as_it_was_written(tmp_path):
     assert cluster.rates == found.rates
     assert cluster.gpus == 4 and cluster.fast_domain == 2 and cluster.node_size == 2
     assert cluster.gpu.name == "Some CPU, 3 threads"
-    assert cluster.gpu.peak_flops == {"fp32": pytest.approx(100e9, rel=1e-3)}
+    assert cluster.gpu.peak_flops == dict.fromkeys(("fp32", "bf16"), pytest.approx(100e9, rel=1e-3))
     # The machine's memory is shared by its two processes.
     assert cluster.gpu.memory_bytes == 8 * 2**30
     # The largest copy counts: smaller ones fit into caches.
@@ -130,6 +132,14 @@ def test_an_accelerator_of_the_catalogue_keeps_its_makers_figures(tmp_path):
     cluster = load_cluster(path, 64)
     assert cluster.gpu == gpu_named("h100") and cluster.fast_domain == 8
     assert cluster.rates["matmul_bf16_forward"] == [[4096, 4096, 4096, pytest.approx(0.5, rel=1e-3)]]
+
+
+def test_a_crowded_machine_is_told():
+    found = measured()
+    assert not calibration_of(found).notes
+    found.facts["core_share"] = 0.4
+    (note,) = calibration_of(found).notes
+    assert "60%" in note
 
 
 def test_a_process_alone_has_a_file_too(tmp_path):

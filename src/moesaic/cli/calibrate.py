@@ -65,8 +65,8 @@ def calibrate(
         return
     found.write(out)
     _show(found)
-    for what in found.skipped:
-        print(f"Skipped for want of time: {what}{'; leave out --quick for more' if quick else ''}.")
+    for note in found.notes:
+        print(note)
     print(f"{'Replaced' if replaced else 'Wrote'} {out}: load_cluster reads it, as does cluster.gpu of a run file.")
 
 
@@ -76,23 +76,27 @@ def _show(found: Calibration) -> None:
 
     console = Console(highlight=False)
     cluster, gpu = found.tables["cluster"], found.tables.get("gpu", {})
-    count = cluster["gpus"]
-    console.print(Text(f"{count} × {gpu.get('name') or cluster['gpu']}", style="bold"))
-    for table in (_products(found, "matmul"), _products(found, "grouped"), _copies(found), _messages(found)):
+    console.print(Text(f"{cluster['gpus']} × {gpu.get('name') or cluster['gpu']}", style="bold"))
+    unit = "GFLOP/s, and share of the fastest" if gpu else "TFLOP/s, and share of the maker's peak"
+    parts = (
+        (f"Products of matrices: {unit}", _products(found, "matmul", bool(gpu))),
+        (f"One product per group: {unit}", _products(found, "grouped", bool(gpu))),
+        ("Copies: bytes read and written", _copies(found)),
+        ("Collectives: seconds = latency + bytes sent / bandwidth", _messages(found)),
+    )
+    for title, table in parts:
         if table.row_count:
             console.print()
+            console.print(Text(title))
             console.print(table)
     console.print()
 
 
-def _products(found: Calibration, kind: str) -> Table:
+def _products(found: Calibration, kind: str, own_peak: bool) -> Table:
     """Speed of each shape, forward and both gradients."""
     names = ("m", "n", "k") if kind == "matmul" else ("groups", "m", "n", "k")
-    table = _table(
-        ["matmul" if kind == "matmul" else "grouped matmul", *names, "forward", "gradient of x", "gradient of W"],
-        "GFLOP/s (share of the fastest)" if "gpu" in found.tables else "TFLOP/s (share of the peak)",
-    )
-    scale = 1e9 if "gpu" in found.tables else 1e12
+    table = _table(["precision", *names, "forward", "gradient of x", "gradient of W"])
+    scale = 1e9 if own_peak else 1e12
     for precision, peak in found.peaks.items():
         shapes: dict[tuple[float, ...], dict[str, float]] = {}
         for product in ("forward", "input", "weight"):
@@ -105,7 +109,7 @@ def _products(found: Calibration, kind: str) -> Table:
 
 
 def _copies(found: Calibration) -> Table:
-    table = _table(["copy", "MiB", "GB/s"], "reads and writes together")
+    table = _table(["of", "MiB", "GB/s"])
     for name in ("memory", "host"):
         for size, speed in found.rates.get(name, []):
             table.add_row(name, f"{size / 2**20:g}", f"{speed / 1e9:,.2f}")
@@ -113,17 +117,19 @@ def _copies(found: Calibration) -> Table:
 
 
 def _messages(found: Calibration) -> Table:
-    table = _table(["collective", "ranks", "in a domain", "latency µs", "GB/s"], "latency + bytes sent/bandwidth")
-    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
+    from moesaic.spec.gpus.tables import COLLECTIVES
+
+    table = _table(["collective", "ranks", "in a domain", "latency µs", "GB/s"])
+    for name in COLLECTIVES:
         for size, members, latency, speed in found.rates.get(name, []):
             table.add_row(name, f"{size:g}", f"{members:g}", f"{latency * 1e6:,.1f}", f"{speed / 1e9:,.3f}")
     return table
 
 
-def _table(headers: Iterable[str], caption: str) -> Table:
+def _table(headers: Iterable[str]) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False, caption=caption, caption_justify="left")
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for place, header in enumerate(headers):
         table.add_column(header, justify="left" if place == 0 else "right")
     return table

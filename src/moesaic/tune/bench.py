@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moesaic.mesh import collectives
-from moesaic.mesh.device import device, free_host_memory_bytes
+from moesaic.mesh.device import bf16_is_native, device, free_host_memory_bytes
 from moesaic.mesh.group import Group
 from moesaic.model.kernels import compute_dtype
 from moesaic.spec.cluster import members_in_domain
@@ -98,6 +98,7 @@ class Bench:
         self.world, self.plan, self.say = world, plan, say
         self.here = device()
         self._share_end = 0.0
+        self._cpu_seconds = self._wall_seconds = 0.0
         self.result = Measurements(self._facts())
 
     def run(self) -> Measurements:
@@ -106,6 +107,7 @@ class Bench:
         self._section(0.65 if alone else 0.35)
         self.say("products of matrices")
         self._products()
+        self.result.facts["core_share"] = self._core_share()
         self._section(0.35 if alone else 0.1)
         self.say("memory")
         self._copies()
@@ -124,6 +126,7 @@ class Bench:
             "kind": self.here.kind,
             "name": self.here.name,
             "threads": torch.get_num_threads(),
+            "native_bf16": self.here.kind != "cpu" or bf16_is_native(),
             "torch": torch.__version__.partition("+")[0],
             "memory_bytes": memory,
             "world": self.world.size,
@@ -158,11 +161,22 @@ class Bench:
 
     def _timed(self, call: Callable[[], Any], inner: int) -> float:
         self.here.synchronize()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         for _ in range(inner):
             call()
         self.here.synchronize()
-        return (time.perf_counter() - start) / inner
+        seconds = time.perf_counter() - start
+        self._cpu_seconds += time.process_time() - worked
+        self._wall_seconds += seconds
+        return seconds / inner
+
+    def _core_share(self) -> float:
+        """How much of its cores this process had while it computed: less than 1 where others wanted them too. On an
+        accelerator always 1."""
+        if self.here.kind != "cpu" or self._wall_seconds == 0:
+            return 1.0
+        share = self._cpu_seconds / (self._wall_seconds * torch.get_num_threads())
+        return min(1.0, self._median_of_ranks(share))
 
     def _tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, device=self.here.torch_device).to(dtype)

@@ -28,6 +28,8 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 """What can be measured: products of fp8 and fp4 need kernels and scales of the stack that will run them."""
 QUICK_SECONDS = 8.0
 SECONDS = 60.0
+_CROWDED = 0.85
+"""Share of its cores below which a measurement on a processor says so."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Calibration:
     rates: dict[str, list[list[float]]]
     peaks: dict[str, float]
     """FLOP/s that the efficiencies are shares of."""
-    skipped: list[str]
-    """What the time did not suffice for."""
+    notes: list[str]
+    """What the user should know: skipped for want of time, or measured beside other work."""
 
     def to_toml(self) -> str:
         """The cluster file."""
@@ -123,7 +125,18 @@ def calibration_of(measured: Measurements) -> Calibration:
     rates["launch"] = [[_rounded(measured.launch_seconds)]]
     rates |= _lines(measured)
     rates = {name: sorted(rates[name]) for name in RATE_COLUMNS if name in rates}
-    return Calibration(_tables(facts, known, peaks, rates), rates, peaks, measured.skipped)
+    notes = [f"Skipped for want of time: {what}." for what in measured.skipped]
+    if facts["core_share"] < _CROWDED:
+        notes.append(
+            f"Other work had {1 - facts['core_share']:.0%} of the cores meanwhile, so products are slower than they "
+            "could be: measure an idle machine for figures to plan with."
+        )
+    tables = _tables(facts, known, peaks, rates)
+    if known is None and not facts["native_bf16"] and "fp32" in peaks and "bf16" not in peaks:
+        # Products of bf16 are then computed in fp32 (model.kernels).
+        tables["gpu"]["peak_tflops"]["bf16"] = tables["gpu"]["peak_tflops"]["fp32"]
+        tables["sources"]["peak_tflops"] += "; bf16 through fp32"
+    return Calibration(tables, rates, peaks, notes)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
