@@ -60,7 +60,7 @@ def test_a_deepseek_v3_expert_layer_keeps_the_bytes_that_its_shapes_say() -> Non
     per_token = {module: size / 4096 for module, size in kept.items()}
     hidden, heads, top_k, width = 7168, 128, 8, 2048
     assert per_token["residual"] == 2 * 2 * hidden
-    assert per_token["latents"] == 2 * (1536 + 512 + 64) + 2 * (1536 + 512)
+    assert per_token["latents"] == 2 * (1536 + 512 + 64) + 2 * (1536 + 512) + 2 * 4
     assert per_token["qkv"] == 2 * heads * (192 + 192 + 128)
     assert per_token["attention"] == 2 * heads * 128 + 4 * heads
     assert per_token["experts"] == 2 * top_k * (hidden + 2 * width + width)

@@ -119,7 +119,7 @@ def test_mixtral_8x22b_on_128_gpus() -> None:
     # stage. Peak of the facts 28.5 GB; the recorded value of another container is 28.17 GB.
     model = load_model_spec("mixtral-8x22b")
     layout = layout_of(model, 128, 4096, 256, tp=2, pp=8, ep=8, etp=2, dispatcher="alltoall")
-    last = stage_memory(Workload(model, 4096, 256), layout, replace(MEGATRON, fused_loss=False))[-1]
+    last = stage_memory(Workload(model, 4096, 256), layout, replace(MEGATRON, loss="fp32"))[-1]
     assert compare("Mixtral-8x22B, last rank", last.allocated / GB, 28.5, "GB") <= 0.05
 
 
@@ -128,7 +128,7 @@ def test_mixtral_8x7b_with_eight_virtual_stages() -> None:
     # last rank. 64 GPUs: TP2·PP4 with EP8 leave EDP 2.
     model = load_model_spec("mixtral-8x7b")
     layout = layout_of(model, 64, 4096, 256, tp=2, pp=4, ep=8, virtual_stages=8, dispatcher="alltoall")
-    last = stage_memory(Workload(model, 4096, 256), layout, replace(MEGATRON, fused_loss=False))[-1]
+    last = stage_memory(Workload(model, 4096, 256), layout, replace(MEGATRON, loss="fp32"))[-1]
     assert compare("Mixtral-8x7B, last rank", last.allocated / GB, 35.51, "GB") <= 0.05
 
 
@@ -198,7 +198,7 @@ def test_gpt3_7b_without_sequence_parallelism(measured_gb: float) -> None:
     layer = LayerSpec(attention=attention, mlp=MlpSpec(width=16384, activation="gelu", gated=False, bias=True))
     model = ModelSpec(name="gpt3-7b", family="moesaic", vocab=131_072, hidden=4096, layers=(layer,) * 32)
     layout = layout_of(model, 8, 8192, 8, tp=4, micro_batch=2)
-    habits = replace(MEGATRON, sequence_parallel=False, dropout=True, fused_loss=False)
+    habits = replace(MEGATRON, sequence_parallel=False, dropout=True, loss="fp32")
     found = stage_memory(Workload(model, 8192, 8), layout, habits)[0]
     assert compare("GPT-3 7B", found.allocated / GB, measured_gb, "GB") <= 0.03
 

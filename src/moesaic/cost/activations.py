@@ -22,7 +22,7 @@ from .rows import received_tokens, routed_rows, tokens_between, tokens_per_rank
 from .sar import sar_rows
 from .workload import Columns, Floats, Precision, Workload
 
-FP32 = 4
+FP32, INT64 = 4, 8
 QUANTIZED: dict[Precision, float] = {"fp8": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 """Bytes of one quantised value with its share of a scale: fp32 per 128 (DeepSeek's tiles), one byte per 32 (OCP MX),
 one byte per 16 (NVFP4)."""
@@ -101,11 +101,13 @@ def attention_kept(
         # Two down projections read the norm: one tensor in bf16, a quantised copy for each otherwise.
         copies = 1 if q == a else 2
         latents = rank + kv_rank + (attention.rope_dim or 0)
-        joined = heads * (2 * attention.head_dim + attention.v_head_dim)
+        value = attention.head_dim if habits.padded_values else attention.v_head_dim
+        joined = heads * (2 * attention.head_dim + value)
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
             Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own, up),
+            Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
         ]
     else:
@@ -118,7 +120,11 @@ def attention_kept(
         ]
         if attention.qk_norm != "none":
             normed = (heads + attention.kv_heads) * attention.head_dim
+            norms = 2 if attention.qk_norm == "full" else attention.heads + attention.kv_heads
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
+            kept.append(Kept("qkv", "statistics of those norms", FP32 * norms * tokens))
+    if habits.padded_values and attention.v_head_dim < attention.head_dim:
+        kept.append(Kept("attention", "core's padded output", a * heads * attention.head_dim * tokens))
     kept += [
         Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens),
         Kept("residual", "input of the second norm", a * hidden * own),
@@ -154,16 +160,29 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     experts, rows = moe.router.experts, routed_rows(moe, work, columns)
     narrow = rows / columns.etp
-    moe_only = ("moe",)
+    moe_only, first = ("moe",), a * first_width(moe.expert) * narrow
     kept = [
         Kept("norms", "second norm's output, read by the router", a * hidden * tokens, ("layernorm",)),
-        Kept("router", "fp32 scores and weights, one-byte map of choices", (2 * FP32 + 1) * experts * tokens, moe_only),
-        Kept("dispatch", "row numbers of the permutation, int32", FP32 * (2 * experts + 1) * tokens, moe_only),
-        Kept("dispatch", "fp32 weight of each row", FP32 * rows, moe_only),
-        Kept("experts", "rows, read by the first matmul", q * hidden * rows, moe_only),
-        Kept("experts", "first matmul's output", a * first_width(moe.expert) * narrow, moe_only),
-        Kept("experts", "activation, read by the second matmul", q * moe.expert.width * narrow, ("moe_act", "moe")),
+        Kept("experts", "first matmul's output", first, moe_only),
     ]
+    if habits.rows:
+        maps, numbers = (2 * FP32 + 1) * experts * tokens, FP32 * (2 * experts + 1) * tokens
+        kept += [
+            Kept("router", "fp32 scores and chosen weights, one-byte map of choices", maps, moe_only),
+            Kept("dispatch", "row numbers of the permutation, int32", numbers, moe_only),
+            Kept("dispatch", "fp32 weight of each row", FP32 * rows, moe_only),
+            Kept("experts", "rows, read by the first matmul", q * hidden * rows, moe_only),
+            Kept("experts", "activation, read by the second matmul", q * moe.expert.width * narrow, ("moe_act", "moe")),
+        ]
+    else:
+        chosen = (FP32 * experts + INT64 * moe.router.top_k) * tokens
+        brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
+        kept += [
+            Kept("router", "fp32 scores and the choices, int64", chosen, moe_only),
+            Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
+            Kept("dispatch", "weight of each row", a * rows, moe_only),
+            Kept("dispatch", "order and token of each row, int64", 2 * INT64 * rows, moe_only),
+        ]
     if not habits.weight_before_down:
         kept.append(Kept("experts", "outputs, for the router's backward", a * hidden * rows, moe_only))
     if moe.shared is not None:
@@ -197,11 +216,11 @@ def head_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits
 
 
 def logits_bytes(vocabulary: Floats, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> Floats:
-    """Logits of one micro-batch and one loss on one rank: T·V values, V padded; a fused loss has them once in bf16, and
-    another has an fp32 copy too."""
-    a = value_bytes(work.precision)
-    once = a if habits.fused_loss or a == FP32 else a + FP32
-    return once * vocabulary * tokens_per_rank(work, columns)
+    """Logits of one micro-batch and one loss on one rank: T·V values, V padded, in as many copies as the loss has."""
+    a, values = value_bytes(work.precision), vocabulary * tokens_per_rank(work, columns)
+    if habits.loss == "chunks":
+        return np.minimum(habits.chunk, FP32 * values)
+    return (a + FP32 if habits.loss == "fp32" and a < FP32 else a) * values
 
 
 def first_width(mlp: MlpSpec) -> int:
@@ -237,10 +256,14 @@ def backward_extra(
 def sent_rows(moe: MoeSpec, work: Workload, columns: Columns) -> Floats:
     """Rows of the dispatcher's other buffer: all tokens of the expert group (all-gather), k copies of each own token
     (all-to-all), tokens received once each (hierarchical, DeepEP, HybridEP), none where experts are local."""
-    tokens = tokens_per_rank(work, columns)
-    group = tokens * columns.ep * columns.etp
-    copies = tokens * moe.router.top_k * columns.etp
-    received = received_tokens(moe, work, columns)
-    once = columns.dispatches("hierarchical", "deepep", "hybridep")
-    local = columns.dispatches("local")
-    return np.select([columns.dispatches("allgather"), once, local], [group, received, 0.0], copies)
+    copies = tokens_per_rank(work, columns) * moe.router.top_k * columns.etp
+    every, once = columns.dispatches("allgather"), columns.dispatches("hierarchical", "deepep", "hybridep")
+    arrived = arrived_tokens(moe, work, columns)
+    return np.where(columns.dispatches("local"), 0.0, np.where(every | once, arrived, copies))
+
+
+def arrived_tokens(moe: MoeSpec, work: Workload, columns: Columns) -> Floats:
+    """Tokens that reach a rank, each counted once: all of the expert group's after an all-gather, else those with an
+    expert there."""
+    group = tokens_per_rank(work, columns) * columns.ep * columns.etp
+    return np.where(columns.dispatches("allgather"), group, received_tokens(moe, work, columns))

@@ -1,6 +1,7 @@
 """What training stacks store and keep, where they differ: a few switches, and bytes of tensors that exist.
 
-`MEGATRON` follows Megatron-Core with Transformer Engine as its public recipes run it, `MOESAIC` this project's trainer.
+`MEGATRON` follows Megatron-Core with Transformer Engine as its public recipes run it, `MOESAIC` this project's own
+trainer, `TORCHTITAN` plain PyTorch modules, `MEGASCALE` the layer that its paper lists.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ class Habits:
     layer: Literal["megatron", "megascale", "sar"] = "megatron"
     """Which tensors a layer keeps: Megatron-Core's (`activations`), or those of MegaScale-MoE's operator list, all or
     after its selective rematerialisation (`sar`)."""
-    fused_loss: bool = True
-    """The loss overwrites its bf16 logits with their gradient. Else an fp32 copy of the logits is kept beside them."""
+    loss: Literal["fused", "fp32", "chunks"] = "fused"
+    """`fused`: the loss overwrites its bf16 logits with their gradient. `fp32`: it keeps an fp32 copy of them.
+    `chunks`: some tokens at a time make logits, loss and gradients of the head's input and matrix, which wait for
+    backward."""
+    chunk: int = 128 * MIB
+    """Bytes of the logits of one such chunk."""
     weight_before_down: bool = True
     """An expert's activation is multiplied by its router weight before the down projection, so that the expert's output
     is not kept for the router's backward (arXiv 2603.07685, "memory-efficient permutation")."""
+    rows: bool = True
+    """Experts keep copies of rows and their activation. Else they keep the tokens that a dispatcher brought, each once,
+    and backward gathers rows and computes the activation again."""
+    padded_values: bool = False
+    """Latent attention's values, and with them its output, are padded to the width of queries for the kernel."""
     fused_norms: bool = True
     """Norms before grouped-query attention and dense MLPs are one operation with the projection that follows; recompute
     of `layernorm` then leaves their outputs. (Latent attention and experts have norms of their own.)"""
@@ -60,16 +70,21 @@ class Habits:
 
 MEGATRON = Habits()
 MOESAIC = Habits(
-    fused_loss=False,
+    loss="chunks",
+    rows=False,
+    padded_values=True,
     fused_norms=False,
     placeholders=False,
     quantized_weights=False,
     vocabulary_multiple=1,
     workspaces=2,
 )
-MEGASCALE = replace(MOESAIC, layer="sar")
+TORCHTITAN = Habits(
+    loss="fp32", fused_norms=False, placeholders=False, quantized_weights=False, vocabulary_multiple=1, workspaces=2
+)
+MEGASCALE = replace(TORCHTITAN, layer="sar")
 
-_BY_FRAMEWORK = {"moesaic": MOESAIC, "torchtitan": MOESAIC, "megascale": MEGASCALE}
+_BY_FRAMEWORK = {"moesaic": MOESAIC, "torchtitan": TORCHTITAN, "megascale": MEGASCALE}
 
 
 def habits_for(framework: str) -> Habits:

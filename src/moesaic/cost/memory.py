@@ -163,14 +163,20 @@ class _Kinds:
 
     def _vocabulary(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
         """Two moments: the loss's backward, with all copies of the logits there are; and the head's, with the gradient
-        of one set in bf16, the gathered input, its gradient, and the weight gradient's stand-in, freed afterwards."""
+        of one set in bf16, the gathered input, its gradient, and the weight gradient's stand-in, freed afterwards. A
+        loss in chunks has one moment, with gradients of inputs and of the matrix for every loss."""
         rows = padded_vocabulary(model, columns, habits)
         a, tokens = value_bytes(work.precision), tokens_per_rank(work, columns)
         one, losses = logits_bytes(rows, work, columns, habits), 1 + len(self.blocks)
+        weights, inputs = a * rows * model.hidden / columns.tp, a * model.hidden * tokens
+        if habits.loss == "chunks":
+            self.logits = one
+            self.head_extra = losses * (weights + inputs) + 2 * inputs * columns.tp
+            return
         waiting = np.where(columns.recomputes("loss"), 0, losses - 1) * one
         self.logits = waiting + one
-        stand_in = a * rows * model.hidden / columns.tp if habits.placeholders else 0.0
-        head = waiting + a * (rows + 2 * model.hidden * columns.tp) * tokens + stand_in
+        stand_in = weights if habits.placeholders else 0.0
+        head = waiting + a * rows * tokens + 2 * inputs * columns.tp + stand_in
         self.head_extra = np.maximum(head - self.logits, 0.0)
 
     def _dispatch_buffers(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
