@@ -129,7 +129,7 @@ def front_plot(spots: Sequence[Spot], limits: Sequence[tuple[str, float]], *, wi
         x, y = px(spot.gib), py(spot.seconds)
         fill = "var(--held)" if spot.best else "var(--train)"
         look = f'class="spot" r="{7 if spot.best else 5}" style="fill:{fill}"'
-        if not spot.on_front:
+        if not spot.on_front and not spot.best:
             look = 'class="spot open" r="4"'
         parts.append(
             f'<g><title>{escape(spot.hint)}</title><circle class="reach" cx="{x:.1f}" cy="{y:.1f}" r="11"/>'
@@ -152,6 +152,8 @@ class Meshes:
     ranks: int
     stages: tuple[int, ...]
     """Pipeline ranks among `shown`."""
+    colours: int
+    """Groups of a pipeline rank until colours repeat."""
 
 
 def meshes(layout: Layout, node: int, domain: int, *, width: int = 530) -> Meshes:
@@ -171,9 +173,13 @@ def meshes(layout: Layout, node: int, domain: int, *, width: int = 530) -> Meshe
         return (stage % _HUES, _SHADES[group % len(_SHADES)]) if len(stages) > 1 else (group % _HUES, 1.0)
 
     def picture(name: str, coords: dict[int, dict[str, int]], group: str, inner: Sequence[str]) -> str:
+        inner = [axis for axis in inner if getattr(layout, axis) > 1]
+        longest = ".".join(str(getattr(layout, axis) - 1) for axis in inner)
+        room = 6 * len(longest) + 1 - 3 * longest.count(".") <= frame.size
+
         def square(rank: int) -> tuple[int, float, str, str]:
             here = coords[rank]
-            label = ".".join(str(here[axis]) for axis in inner if getattr(layout, axis) > 1)
+            label = ".".join(str(here[axis]) for axis in inner) if room else ""
             words = " ".join(f"{axis}{value}" for axis, value in here.items())
             return (*look(here[group], here["pp"]), label, f"rank {rank}, node {rank // node}\n{words}")
 
@@ -185,6 +191,7 @@ def meshes(layout: Layout, node: int, domain: int, *, width: int = 530) -> Meshe
         shown,
         layout.world,
         stages,
+        len(_SHADES) if len(stages) > 1 else _HUES,
     )
 
 
@@ -295,7 +302,7 @@ class _Frame:
             f'<rect class="rank-box" x="{x}" y="{y}" width="{self.size}" height="{self.size}" rx="2" '
             f'style="fill:var(--p{hue + 1});fill-opacity:{opacity:g}"/>'
         )
-        if label and self.size >= 9 + 5 * len(label):
+        if label:
             ink = "var(--ink)" if opacity < 0.9 else "#14161a" if hue == 3 else "var(--card)"
             box += (
                 f'<text class="rank-name" x="{x + self.size / 2}" y="{y + self.size / 2 + 3.5}" style="fill:{ink}">'

@@ -123,8 +123,8 @@ def _headline(facts: PlanFacts, title: str) -> str:
     return (
         f"<header><h1>{title}</h1><p>{' · '.join(escape(part) for part in line)}</p>"
         f'<p class="lead">Fastest that fits: <code>{escape(best["layout"])}</code>, '
-        f"{escape(_options(best['options']))}. A step takes {_number(best['step_seconds'])} s, and between {_number(low)} and {_number(high)} s nine times "
-        f"in ten.</p></header>"
+        f"{escape(_options(best['options']))}. A step takes {_number(best['step_seconds'])} s, and between "
+        f"{_number(low)} and {_number(high)} s nine times in ten.</p></header>"
     )
 
 
@@ -206,10 +206,14 @@ def _layer(facts: PlanFacts) -> str:
     if any(event.name.startswith("backward") and event.start == 0 for event in layer.events):
         text = "One layer, by stream: forward of a micro-batch beside backward of the one before."
     if layer.busy("fast", "network"):
-        text += (
-            f" {layer.hidden():.0%} of its communication runs under compute; "
-            f"{seconds_text(layer.exposed())} of {seconds_text(layer.makespan)} do not."
-        )
+        exposed = layer.exposed()
+        if exposed > 1e-6 * layer.makespan:
+            text += (
+                f" {layer.hidden():.0%} of its communication runs under compute; {seconds_text(exposed)} of "
+                f"{seconds_text(layer.makespan)} are exposed."
+            )
+        else:
+            text += " All of its communication runs under compute."
     return card("One layer", text, timeline_svg(layer, height=180))
 
 
@@ -238,7 +242,7 @@ def _seconds(facts: PlanFacts) -> str:
             "Where the seconds go",
             text,
             share,
-            "<h3>The four walls: memory in use, and shares of the step (compute is all that the others are not)</h3>",
+            "<h3>The four walls (memory in use, and shares of the step)</h3>",
             walls,
         )
         + card("The fastest layout", "All of its options, also those that are usual.", _all_options(best))
@@ -264,7 +268,9 @@ def _front(facts: PlanFacts) -> str:
         for each in result["front"]
     ]
     others = [each for each in result["layouts"] if _key(each) not in on_front]
-    spots += [Spot(each["memory_gib"], each["step_seconds"], _hint(each), False, each is best) for each in others]
+    spots += [
+        Spot(each["memory_gib"], each["step_seconds"], _hint(each), False, _key(each) == _key(best)) for each in others
+    ]
     limits = [("accelerator", facts.gpu_bytes / GIB)]
     if facts.headroom_bytes:
         limits.append(("with headroom", (facts.gpu_bytes - facts.headroom_bytes) / GIB))
@@ -315,6 +321,8 @@ def _meshes(facts: PlanFacts) -> str:
     if several:
         text += " Each pipeline rank has a hue, and groups in it are shades."
         legend = _legend([(f"pipeline rank {stage}", stage_colour(stage)) for stage in both.stages[:8]])
+    if max(layout.dp, layout.edp) > both.colours:
+        text += f" {unit.capitalize()}s repeat: only neighbours of one {unit} belong together."
     size = _size(layout.groups("cp", "tp"), node, domain)
     pieces = [(f"Dense mesh: {dense}", f"One {unit}: ranks that share a replica's sequences ({size}).", both.dense)]
     if layout.experts_ep:
