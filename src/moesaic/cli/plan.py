@@ -244,6 +244,7 @@ def _launch(target: str, question: Question, candidate: Candidate, out: Path) ->
 
 
 def _page(question: Question, result: PlanResult) -> str:
+    from moesaic.cost.habits import habits_for
     from moesaic.cost.memory import stage_memory
     from moesaic.plan.steps import step_picture
     from moesaic.report.plan_page import PlanFacts, plan_page
@@ -253,7 +254,7 @@ def _page(question: Question, result: PlanResult) -> str:
     facts = PlanFacts(
         result.as_json(),
         best.layout,
-        stage_memory(result.workload, best.layout),
+        stage_memory(result.workload, best.layout, habits_for(result.stack.framework)),
         best.available_bytes,
         cluster.fast_domain,
         cluster.node_size,

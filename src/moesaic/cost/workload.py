@@ -118,8 +118,8 @@ class Columns:
             columns[name] = np.array([bits(words, getattr(layout, name)) for layout in layouts], np.int64)
         return cls(
             **columns,
-            ring=np.array([layout.cp_kind == "ring" for layout in layouts]),
-            dp_outer=np.array([layout.order == "dp-outer" for layout in layouts]),
+            ring=np.array([layout.cp_kind == "ring" for layout in layouts], bool),
+            dp_outer=np.array([layout.order == "dp-outer" for layout in layouts], bool),
             stages=np.array([index[layout.stages] for layout in layouts], np.int64),
             stage_lists=tuple(lists),
         )

@@ -6,6 +6,7 @@ import numpy as np
 
 from moesaic.cost.corrections import Corrected, corrections, describe
 from moesaic.cost.counts import flops_per_token
+from moesaic.cost.habits import habits_for
 from moesaic.cost.memory import Memory, memory
 from moesaic.cost.rates import Rates, Stack, rates_for
 from moesaic.cost.step import StepTime, step_time
@@ -26,6 +27,7 @@ class Pricer:
     def __init__(self, work: Workload, cluster: ClusterSpec, stack: Stack) -> None:
         self.work, self.cluster, self.stack = work, cluster, stack
         self.rates: Rates = rates_for(cluster, stack)
+        self.habits = habits_for(stack.framework)
         self.flops = flops_per_token(work.model, work.seq_len, mtp=work.mtp).total
         self.priced = 0
         """Layouts priced so far, for memory or for time."""
@@ -33,7 +35,7 @@ class Pricer:
     def memory_bytes(self, columns: Columns) -> Floats:
         """Bytes on the fullest accelerator of each layout, [N]."""
         self.priced += len(columns)
-        parts = [memory(self.work, columns.take(rows)).total for rows in _chunks(len(columns))]
+        parts = [memory(self.work, columns.take(rows), self.habits).total for rows in _chunks(len(columns))]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def timed(self, columns: Columns) -> Floats:
@@ -60,7 +62,7 @@ class Pricer:
         """Every row in full."""
         if len(columns) == 0:
             return []
-        held = memory(self.work, columns)
+        held = memory(self.work, columns, self.habits)
         time = step_time(self.work, columns, self.cluster, self.rates)
         bounds = self._corrected(columns, time)
         return [
