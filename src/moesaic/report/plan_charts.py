@@ -225,7 +225,7 @@ class _Frame:
     """Blocks side by side."""
     width: int
 
-    LEFT = 58
+    LEFT = 66
     PAD = 3
 
     @classmethod
@@ -311,9 +311,15 @@ class _Frame:
         return f"<g><title>{escape(hint)}</title>{box}</g>"
 
 
-def stage_colour(stage: int) -> str:
-    """The hue of a pipeline rank in meshes with several."""
-    return f"var(--p{stage % _HUES + 1})"
+def stage_hues(stages: Sequence[int]) -> list[tuple[str, str]]:
+    """Names of pipeline ranks, those of one hue together, and the hue as a CSS colour."""
+    same: dict[int, list[str]] = {}
+    for stage in stages:
+        same.setdefault(stage % _HUES, []).append(str(stage))
+    return [
+        (f"pipeline rank{'s' if len(names) > 1 else ''} {', '.join(names)}", f"var(--p{hue + 1})")
+        for hue, names in same.items()
+    ]
 
 
 def _widened(low: float, high: float, below: float, above: float) -> tuple[float, float]:

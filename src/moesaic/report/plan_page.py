@@ -13,7 +13,7 @@ from moesaic.cost.memory import StageMemory
 from moesaic.cost.timeline import Timeline
 from moesaic.report.charts import share_bar
 from moesaic.report.page import card
-from moesaic.report.plan_charts import Spot, front_plot, memory_bars, meshes, nodes_spanned, stage_colour
+from moesaic.report.plan_charts import Spot, front_plot, memory_bars, meshes, nodes_spanned, stage_hues
 from moesaic.report.timeline_chart import seconds_text, timeline_svg
 from moesaic.spec.layout import Layout
 
@@ -194,7 +194,7 @@ def _step(facts: PlanFacts) -> str:
     simulated, told = facts.simulated_seconds, _best(facts)["step_seconds"]
     if simulated is not None and abs(simulated / told - 1) > 0.02:
         text += (
-            f" The whole step as simulated takes {_number(simulated)} s; the {_number(told)} s above also know how far "
+            f" The whole step as simulated takes {_number(simulated)} s; the {_number(told)} s above allow for how far "
             "past predictions were off."
         )
     return card("One step", text, timeline_svg(facts.timeline))
@@ -320,7 +320,7 @@ def _meshes(facts: PlanFacts) -> str:
     legend = ""
     if several:
         text += " Each pipeline rank has a hue, and groups in it are shades."
-        legend = _legend([(f"pipeline rank {stage}", stage_colour(stage)) for stage in both.stages[:8]])
+        legend = _legend(stage_hues(both.stages))
     if max(layout.dp, layout.edp) > both.colours:
         text += f" {unit.capitalize()}s repeat: only neighbours of one {unit} belong together."
     size = _size(layout.groups("cp", "tp"), node, domain)
