@@ -16,8 +16,9 @@ CHOICES: tuple[Stream, ...] = ("compute", "fast", "network", "host")
 
 @st.composite
 def task_lists(draw: st.DrawFn, seconds: st.SearchStrategy[float]) -> list[Task]:
-    """Tasks of two ranks that wait for earlier ones."""
+    """Tasks of two ranks that wait for earlier ones; in half of the lists some hold a second stream."""
     tasks: list[Task] = []
+    holding = draw(st.booleans())
     for index in range(draw(st.integers(1, 12))):
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
         stream = draw(st.sampled_from(CHOICES))
@@ -29,6 +30,7 @@ def task_lists(draw: st.DrawFn, seconds: st.SearchStrategy[float]) -> list[Task]
                 draw(seconds),
                 tuple(sorted(after)),
                 draw(st.integers(0, 2)),
+                draw(st.sampled_from([None, None, *CHOICES])) if holding else None,
             )
         )
     return tasks
@@ -38,6 +40,11 @@ MANY = settings(deadline=None, max_examples=80)
 WHOLE = st.integers(0, 5).map(float)
 SOME = st.floats(0.01, 10.0)
 FACTORS = st.floats(1.0, 3.0)
+
+
+def lanes_of(task: Task) -> set[tuple[int, Stream]]:
+    """What a task keeps others from."""
+    return {(task.rank, task.stream), (task.rank, task.holds or task.stream)}
 
 
 def tick_by_tick(tasks: list[Task]) -> list[int]:
@@ -51,10 +58,10 @@ def tick_by_tick(tasks: list[Task]) -> list[int]:
             if not moments_only:
                 break
             start |= dict.fromkeys(moments_only, now)
-        busy = {tasks[i][:2] for i, at in start.items() if at + tasks[i].seconds > now}
+        busy = {lane for i, at in start.items() if at + tasks[i].seconds > now for lane in lanes_of(tasks[i])}
         for i in sorted(free, key=lambda i: (tasks[i].priority, i)):
-            if tasks[i][:2] not in busy:
-                busy.add(tasks[i][:2])
+            if not busy & lanes_of(tasks[i]):
+                busy |= lanes_of(tasks[i])
                 start[i] = now
         if len(start) == len(tasks):
             return [start[i] for i in range(len(tasks))]
@@ -76,7 +83,7 @@ def test_streams_do_one_thing_at_a_time_and_wait_for_what_they_need(
     for index, task in enumerate(tasks):
         assert all(stops[before] <= starts[index] + 1e-9 for before in task.after)
         for other in range(index):
-            if tasks[other][:2] == task[:2]:
+            if lanes_of(tasks[other]) & lanes_of(task):
                 assert stops[other] <= starts[index] + 1e-9 or stops[index] <= starts[other] + 1e-9
 
 

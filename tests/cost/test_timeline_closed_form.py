@@ -24,22 +24,27 @@ from moesaic.spec.stages import Stage
 GPUS, BATCH, LENGTH = 1024, 8192, 4096
 
 
+DEEP, FOLDED = "pp8 dp128 / edp2 ep64", "pp4 dp16 cp4 tp4 / edp4 ep64"
+
+
 @pytest.mark.parametrize(
-    "pp,virtual_stages,overlap",
+    "text,virtual_stages,overlap",
     [
-        (8, 4, ()),
-        (8, 4, ("shared_experts",)),
-        (8, 4, ("between",)),
-        (8, 4, ("inside",)),
-        (8, 4, ("experts", "weight_gradients")),
-        (16, 1, ()),
+        (DEEP, 4, ()),
+        (DEEP, 4, ("shared_experts",)),
+        (DEEP, 4, ("between",)),
+        (DEEP, 4, ("inside",)),
+        (DEEP, 4, ("experts", "weight_gradients")),
+        ("pp16 dp64 / edp1 ep64", 1, ()),
+        (FOLDED, 4, ()),
+        (FOLDED, 4, ("tensor",)),
+        (FOLDED, 4, ("tensor", "experts", "weight_gradients")),
     ],
 )
-def test_deepseek_v3_takes_as_long_either_way(pp: int, virtual_stages: int, overlap: tuple[str, ...]) -> None:
+def test_deepseek_v3_takes_as_long_either_way(text: str, virtual_stages: int, overlap: tuple[str, ...]) -> None:
     model = load_model_spec("deepseek-v3")
     cluster, work = load_cluster("h800", GPUS), Workload(model, LENGTH, BATCH, precision="fp8")
-    table = parse_layout(f"pp{pp} dp{GPUS // pp} / edp{GPUS // pp // 64} ep64")
-    table = table.model_copy(update={"virtual_stages": virtual_stages, "dispatcher": "deepep"})
+    table = parse_layout(text).model_copy(update={"virtual_stages": virtual_stages, "dispatcher": "deepep"})
     layout = resolve_layout(table, model, GPUS, seq_len=LENGTH, global_batch=BATCH)
     layout = replace(layout, overlap=overlap)
     rates = rates_for(cluster, Stack())

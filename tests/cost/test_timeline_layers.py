@@ -160,6 +160,17 @@ def test_two_micro_batches_hide_each_other() -> None:
     assert pair.hidden() > 0.9
 
 
+def test_two_micro_batches_do_not_hide_what_is_waited_for() -> None:
+    """Dispatch runs under the other's compute; exchange of the attention stops both."""
+    exchange = Piece("context.exchange", "fast", 2.0, 2.0)
+    layer = [*moe(1.0, 1.0, 1.0)[:1], exchange, *moe(1.0, 1.0, 1.0)[1:]]
+    pair = simulate_layers([layer] * 8, ["experts"])
+    assert pair.makespan >= 8 * (4 + 2 * 2)
+    exchanges = [event for event in pair.events if "context" in event.name]
+    computes = [event for event in pair.events if event.stream == "compute"]
+    assert all(a.stop <= b.start + 1e-9 or b.stop <= a.start + 1e-9 for a in exchanges for b in computes)
+
+
 def test_tensor_parallel_communication_runs_under_its_matmul() -> None:
     layer = [
         Piece("tensor.gather", "fast", 1.0, 1.0),

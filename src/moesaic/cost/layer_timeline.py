@@ -14,7 +14,7 @@ from typing import Literal
 
 from moesaic.spec.errors import SpecError, nearest
 
-from .timeline import ALONE, Contention, Piece, Task, Timeline, run
+from .timeline import ALONE, Contention, Piece, Stream, Task, Timeline, run
 from .workload import OVERLAP
 
 What = Literal["forward", "backward", "both", "pair"]
@@ -61,7 +61,8 @@ def simulate_layers(
     communication of the same layer (MegaScale-MoE, section 4.1, figure 8b), `weight_gradients` those of weights under
     any that follows. `gradients` and `parameters` are of a step, not of a layer, and change nothing here. Every chunk
     after the first costs `chunk_seconds` more, for launches and worse matmul shapes. `weights` False leaves gradients
-    of weights out.
+    of weights out. Communication that is neither dispatch nor combine nor cut into chunks is waited for: compute stands
+    still, of both micro-batches, except that `between` lets the rest of the layer go on.
 
     Raises:
         SpecError: an unknown overlap, fewer than one chunk, or times that are not finite or below zero.
@@ -115,6 +116,8 @@ class _Node:
 
     piece: Piece
     after: tuple[int, ...]
+    whole: bool = True
+    """Not one of several chunks."""
 
 
 class _Graph:
@@ -151,7 +154,7 @@ class _Graph:
             begin = len(nodes)
             for chunk in range(count):
                 after = (ends[chunk],) if follows else ends
-                nodes.append(_Node(self._share(piece, count, chunk), after))
+                nodes.append(_Node(self._share(piece, count, chunk), after, not cut))
             ends = tuple(range(begin, len(nodes)))
             if place == last:
                 ends += branch
@@ -164,7 +167,7 @@ class _Graph:
             made: list[int] = []
             for node in nodes:
                 after = tuple(made[index] for index in node.after) if node.after else ends
-                made.append(self._add(node.piece, "forward", node.piece.forward, after, number))
+                made.append(self._add(node, "forward", node.piece.forward, after, number))
             ends = tuple(made[index] for index in _outputs(nodes)) or ends
         return ends
 
@@ -190,13 +193,13 @@ class _Graph:
                     from_before = tuple(remade[n] for n in nodes[member].after if n in remade)
                     ready = entry if "between" in self.overlap else gradient
                     remade[member] = self._add(
-                        nodes[member].piece, "again", nodes[member].piece.recompute, from_before or ready, number
+                        nodes[member], "again", nodes[member].piece.recompute, from_before or ready, number
                     )
                 after = gradient + ((remade[index],) if index in remade else ())
-                made = self._add(piece, "backward", piece.backward_input, after, number)
+                made = self._add(nodes[index], "backward", piece.backward_input, after, number)
                 exits[index] = (made,)
                 if piece.backward_weight and self.weights:
-                    weight = self._add(piece, "weights", piece.backward_weight, (made,), number)
+                    weight = self._add(nodes[index], "weights", piece.backward_weight, (made,), number)
                     exits[index] = (made,) if free else (weight,)
             inputs = tuple(t for index, node in enumerate(nodes) if not node.after for t in exits[index])
             ends = inputs or ends
@@ -219,8 +222,13 @@ class _Graph:
             for task, way, backward in zip(self.tasks, tail, self.backwards, strict=True)
         ]
 
-    def _add(self, piece: Piece, word: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
-        self.tasks.append(Task(self.rank, piece.stream, f"{word} {piece.name} · layer {layer}", seconds, after))
+    def _add(self, node: _Node, word: str, seconds: float, after: tuple[int, ...], layer: int) -> int:
+        """Communication that nothing is meant to run under is waited for, as libraries issue it by default."""
+        piece = node.piece
+        hidden = not node.whole or piece.part in ("dispatch", "combine") or "between" in self.overlap
+        holds: Stream | None = None if piece.stream == "compute" or hidden else "compute"
+        name = f"{word} {piece.name} · layer {layer}"
+        self.tasks.append(Task(self.rank, piece.stream, name, seconds, after, holds=holds))
         self.backwards.append(word != "forward")
         return len(self.tasks) - 1
 

@@ -113,6 +113,8 @@ class Task(NamedTuple):
     after: tuple[int, ...] = ()
     priority: float = 0.0
     """Of the tasks of a stream that are ready, the one with the least priority starts, then the first in the list."""
+    holds: Stream | None = None
+    """Another stream that can do nothing meanwhile: a blocking collective holds compute, and neither is busy for it."""
 
 
 class Event(NamedTuple):
@@ -217,73 +219,111 @@ def run(tasks: Sequence[Task], contention: Contention = ALONE) -> Timeline:
 
 def moments(tasks: Sequence[Task], contention: Contention = ALONE) -> tuple[list[float], list[float]]:
     """Start and stop of every task of `run`, in the order of `tasks`; tasks of no time too."""
-    count = len(tasks)
-    lanes: dict[tuple[int, Stream], int] = {}
-    lane_of = [lanes.setdefault((task.rank, task.stream), len(lanes)) for task in tasks]
-    sharing = _Sharing(lanes, contention)
-    waiting = [0] * count
-    followers: list[list[int]] = [[] for _ in range(count)]
-    for index, task in enumerate(tasks):
-        if not 0 <= task.seconds < math.inf:
-            raise SpecError(f"{task.name} takes {task.seconds} s: times are finite and at least 0")
-        waiting[index] = len(task.after)
-        for before in task.after:
-            followers[before].append(index)
-    starts, stops = [math.nan] * count, [math.nan] * count
-    queues: list[list[tuple[float, int]]] = [[] for _ in lanes]
-    running = [-1] * len(lanes)
-    alarms = sharing.alarms
-    now, left = 0.0, count
-    ready = [index for index in range(count) if not waiting[index]]
-    touched: set[int] = set()
-    while True:
-        while ready:
-            index = ready.pop()
-            if tasks[index].seconds:
-                lane = lane_of[index]
-                heappush(queues[lane], (tasks[index].priority, index))
-                touched.add(lane)
-                continue
-            starts[index] = stops[index] = now  # a mere moment needs no stream
-            left -= 1
-            for follower in followers[index]:
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    ready.append(follower)
-        for lane in touched:
-            if running[lane] < 0 and queues[lane]:
-                index = heappop(queues[lane])[1]
-                running[lane] = index
-                starts[index] = now
-                sharing.start(lane, tasks[index].seconds, now)
-        sharing.settle(touched, now)
-        touched = set()
-        limit = -math.inf
+    work = _Run(tasks, contention)
+    work.until_done()
+    return work.starts, work.stops
+
+
+class _Run:
+    """Tasks being worked off. A lane is a stream of a rank."""
+
+    def __init__(self, tasks: Sequence[Task], contention: Contention) -> None:
+        self.tasks = tasks
+        lanes: dict[tuple[int, Stream], int] = {}
+        self.lanes_of: list[tuple[int, ...]] = []
+        self.waiting = [len(task.after) for task in tasks]
+        self.followers: list[list[int]] = [[] for _ in tasks]
+        for index, task in enumerate(tasks):
+            if not 0 <= task.seconds < math.inf:
+                raise SpecError(f"{task.name} takes {task.seconds} s: times are finite and at least 0")
+            for before in task.after:
+                self.followers[before].append(index)
+            mine = lanes.setdefault((task.rank, task.stream), len(lanes))
+            if task.holds in (None, task.stream):
+                self.lanes_of.append((mine,))
+            else:
+                self.lanes_of.append((mine, lanes.setdefault((task.rank, task.holds), len(lanes))))
+        self.sharing = _Sharing(lanes, contention)
+        self.holding = any(task.holds is not None for task in tasks)
+        self.starts, self.stops = [math.nan] * len(tasks), [math.nan] * len(tasks)
+        self.queues: list[list[tuple[float, int]]] = [[] for _ in lanes]
+        self.running = [-1] * len(lanes)
+        self.now = 0.0
+        self.ready = [index for index, count in enumerate(self.waiting) if not count]
+        self.touched: set[int] = set()
+        """Lanes on which something may start."""
+
+    def until_done(self) -> None:
+        while self.ready or self.touched:
+            self._queue()
+            self._begin()
+            self.sharing.settle(self.touched, self.now)
+            self.touched = set()
+            self._finish()
+        left = [index for index, stop in enumerate(self.stops) if math.isnan(stop)]
+        if left:
+            stuck = self.tasks[left[0]]
+            raise SpecError(
+                f"{len(left)} of {len(self.tasks)} tasks never start, among them {stuck.name} on rank {stuck.rank}: "
+                "they wait for each other"
+            )
+
+    def _queue(self) -> None:
+        """Queue what is ready. Tasks of no time are mere moments, which need no stream."""
+        while self.ready:
+            index = self.ready.pop()
+            if self.tasks[index].seconds:
+                for lane in self.lanes_of[index]:
+                    heappush(self.queues[lane], (self.tasks[index].priority, index))
+                    self.touched.add(lane)
+            else:
+                self.starts[index] = self.now
+                self._done(index, self.now)
+
+    def _begin(self) -> None:
+        """Start what can start on the touched lanes."""
+        if not self.holding:
+            for lane in self.touched:
+                if self.running[lane] < 0 and self.queues[lane]:
+                    self._start(heappop(self.queues[lane])[1])
+            return
+        for entry in sorted({entry for lane in self.touched for entry in self.queues[lane]}):
+            lanes = self.lanes_of[entry[1]]
+            if all(self.running[lane] < 0 for lane in lanes):
+                for lane in lanes:
+                    self.queues[lane].remove(entry)
+                self._start(entry[1])
+
+    def _start(self, index: int) -> None:
+        lanes = self.lanes_of[index]
+        for lane in lanes:
+            self.running[lane] = index
+        self.starts[index] = self.now
+        self.sharing.start(lanes[0], self.tasks[index].seconds, self.now)
+
+    def _finish(self) -> None:
+        """Go to when the next tasks stop, all of that moment."""
+        alarms, limit = self.sharing.alarms, -1.0
         while alarms and (alarms[0][0] <= limit or limit < 0):
             stop, version, lane = heappop(alarms)
-            if version != sharing.version[lane]:
+            if version != self.sharing.version[lane]:
                 continue
             if limit < 0:
                 limit = stop * (1 + _SAME_TIME)
-            now = stop
-            index, running[lane] = running[lane], -1
-            sharing.stop(lane)
-            stops[index] = stop
-            left -= 1
-            touched.add(lane)
-            for follower in followers[index]:
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    ready.append(follower)
-        if not touched:
-            break
-    if left:
-        stuck = next(index for index in range(count) if stops[index] != stops[index])
-        raise SpecError(
-            f"{left} of {count} tasks never start, among them {tasks[stuck].name} on rank {tasks[stuck].rank}: "
-            "they wait for each other"
-        )
-    return starts, stops
+            self.now = stop
+            self.sharing.stop(lane)
+            index = self.running[lane]
+            for each in self.lanes_of[index]:
+                self.running[each] = -1
+                self.touched.add(each)
+            self._done(index, stop)
+
+    def _done(self, index: int, now: float) -> None:
+        self.stops[index] = now
+        for follower in self.followers[index]:
+            self.waiting[follower] -= 1
+            if not self.waiting[follower]:
+                self.ready.append(follower)
 
 
 class _Sharing:
