@@ -245,7 +245,6 @@ def _launch(target: str, question: Question, candidate: Candidate, out: Path) ->
 
 def _page(question: Question, result: PlanResult) -> str:
     from moesaic.cost.habits import habits_for
-    from moesaic.cost.habits import habits_for
     from moesaic.cost.memory import stage_memory
     from moesaic.plan.steps import step_picture
     from moesaic.report.plan_page import PlanFacts, plan_page
