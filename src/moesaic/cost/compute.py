@@ -181,7 +181,7 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
     ops = [m.memory("norm.input", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden)]
     attention, weights = _attention(layer.attention, machine)
     ops += attention
-    ops.append(m.memory("residual.add", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    ops.append(m.memory("residual.attention", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
     ops.append(m.memory("norm.feed_forward", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden))
     expert: Numbers = 0.0
     wait = 0.0
@@ -194,7 +194,7 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
         ops += block
         weights = weights + count
         wait = m.rates.sync_seconds
-    ops.append(m.memory("residual.add", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    ops.append(m.memory("residual.feed_forward", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
     return LayerOps(ops, weights + 2 * hidden + attention_norms(layer.attention), expert, wait)
 
 
@@ -316,31 +316,26 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     rows = total / count
     width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
     gathered = c.dispatches("allgather")
-    ops: list[Op] = []
-    ops.append(m.gemm("router.scores", "", m.own, experts, hidden, low=False, in_moe=True))
-    ops.append(m.memory("router.choice", "", 4 * 4 * m.own * experts, kernels=8, in_moe=True))
+
+    def moved(name: str, count: Floats) -> Op:
+        return m.memory(name, "moe", count, count, kernels=2, share=rates.permute_share, in_moe=True)
+
+    ops = [
+        m.gemm("router.scores", "", m.own, experts, hidden, low=False, in_moe=True),
+        m.memory("router.choice", "", 4 * 4 * m.own * experts, kernels=8, in_moe=True),
+    ]
     fused = c.dispatches("deepep", "hybridep")
     ratio = np.where(gathered, 1.0, np.where(fused, rates.fused_ratio, rates.alltoall_ratio))
     sent = dispatch(
         m.own * work.imbalance, hidden, BF16, (experts, top_k, router.groups_kept, router.groups), c, m.groups,
         copy_per_rank=rates.copy_per_rank > 0,
     )  # fmt: skip
-    # Rows are put in the order of the exchange (not where one kernel does both), then in that of experts.
-    passed = m.own * top_k
-    sorting = np.where(gathered | fused | c.dispatches("local"), 0.0, passed * hidden * BF16)
-    moving = BF16 * hidden * total + np.where(gathered, m.own * ep * hidden * BF16, BF16 * hidden * total / top_k)
-    share = rates.permute_share
-    bring = m.memory("permute.send", "moe", (sorting + sorting / top_k), (sorting + sorting / top_k),
-                     kernels=3, share=share, in_moe=True)  # fmt: skip
-    arrange = m.memory("permute.arrive", "moe", 2 * BF16 * hidden * total * np.where(c.ep > 1, 1.0, 0.0)
-                       * np.where(gathered | fused, 0.0, 1.0), None, kernels=1, share=share, in_moe=True)  # fmt: skip
-    local = m.memory("permute.expert_order", "moe", np.where(sorting > 0, 0.0, moving),
-                     np.where(sorting > 0, 0.0, moving), kernels=1, share=share, in_moe=True)  # fmt: skip
+    send, order = _row_moves(router.top_k, total, machine)
     # Where norms are recomputed, what was gathered of their outputs is gathered again (MegaScale-MoE, Fig. 8b).
     again = 1 + np.where(gathered, np.maximum(rates.regather, c.recomputes("layernorm")), 0.0)
     there = m.exchange("dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3)
     ops += _shared(spec, machine)
-    ops += [bring, there, arrange, local]
+    ops += [moved("permute.send", send), there, moved("permute.arrive", order)]
     ops += m.cast("experts.cast_input", "moe", total * hidden, True)
     ops.append(m.grouped("experts.up", count, rows, ways * width, hidden))
     ops.append(
@@ -355,11 +350,25 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     ops += m.cast("experts.cast_middle", "moe_act", total * width, True)
     ops.append(m.grouped("experts.down", count, rows, hidden, width))
     back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
-    ops += [arrange, local, back, bring]
+    ops += [moved("permute.back", order), back, moved("permute.sum", send)]
     weights: Numbers = experts * hidden
     if spec.shared is not None:
         weights = weights + (3 if spec.shared.gated else 2) * hidden * spec.shared.width / c.tp
     return ops, weights, count * (ways + 1) * hidden * width
+
+
+def _row_moves(top_k: int, total: Numbers, machine: Machine) -> tuple[Floats, Floats]:
+    """Bytes of putting rows in the order of the exchange, and of putting the `total` arrived ones in that of experts.
+
+    An all-to-all has both: own rows are read once and written k times, arrived ones read and written. DeepEP and
+    HybridEP send from where rows are, and an all-gather too; what they bring is copied once per choice.
+    """
+    m, c = machine, machine.columns
+    row = BF16 * m.work.model.hidden
+    sorts = c.dispatches("alltoall", "hierarchical")
+    send = np.where(sorts, m.own * (1 + top_k) * row, 0.0)
+    brought = np.where(c.dispatches("allgather"), m.own * c.ep * c.etp, total / top_k)
+    return send, np.where(sorts, 2 * total, brought + total) * row
 
 
 def _shared(spec: MoeSpec, machine: Machine) -> list[Op]:

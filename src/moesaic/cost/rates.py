@@ -48,9 +48,9 @@ class Rates:
     # ------------------------------------------------------------ matmuls
     gemm_share: float = 0.85
     """Share of the bf16 peak that large matmuls sustain on a slow accelerator. (a, g: 0.73 with attention on H20)"""
-    gemm_half_peak: float = 3.0e15
+    gemm_half_peak: float = 2.9e15
     """Bf16 peak, FLOP/s, at which that share has halved: the faster the matrix units, the more power and data limit
-    them in a long run. One curve gives A100 0.77, H100 0.64, B200 0.49. (s: dense rows; g: 0.54 to 0.58 with attention;
+    them in a long run. One curve gives A100 0.77, H100 0.63, B200 0.48. (s: dense rows; g: 0.54 to 0.58 with attention;
     kernels timed alone reach 0.8 on H100 and 0.65 on B200, by a)"""
     fp8_share: float = 0.88
     """Share of the fp8 peak over that of the bf16 peak, for per-tensor and block scaling. (a: 0.51 / 0.81 on H100)"""
@@ -66,7 +66,7 @@ class Rates:
     """Filling and draining the device, per matmul. (a: all shapes of H100 and B200 within some percent)"""
     group_seconds: float = 4.0e-6
     """The same, per further expert of a grouped matmul. (s, a)"""
-    unhidden_load: float = 0.6
+    unhidden_load: float = 0.5
     """Share of the time to move an expert's weights and rows that its FLOPs do not hide. (s:
     128 to 9,832 rows per expert on B200; a: 128 to 2,048 on H100; both within 10 %)"""
     # ------------------------------------------------------------ attention core
@@ -86,7 +86,7 @@ class Rates:
     """The same for moving rows by index. (s)"""
     loss_share: float = 0.30
     """The same for the loss over the vocabulary. (s)"""
-    kernel_seconds: float = 8.0e-6
+    kernel_seconds: float = 10.0e-6
     """Fixed device time of one small kernel with the gap before it. (s: 30 to 40 µs per operation of several)"""
     graph_kernel_share: float = 0.4
     """What CUDA graphs leave of it. (a: 3 µs)"""
@@ -151,13 +151,14 @@ class Rates:
         return self.gemm_share / (1 + peak_bf16 / self.gemm_half_peak)
 
 
-_NOT_FUSED = 0.19
+_NOT_FUSED = 0.22
 """Speed of framework operations such as `scatter_add` over that of kernels made for moving rows. (g: Megatron-LM's
 "other" on H800 in Fig. 13)"""
 _MEGASCALE = {
     "straggler": 0.0,
-    "other_work": 4.3,
-    "permute_share": 0.7,
+    "other_work": 4.5,
+    "fast_share": 0.765,
+    "permute_share": 0.8,
     "merge_shared": 1.0,
     "regather": 0.0,
     "alltoall_ratio": 0.76,
@@ -165,7 +166,7 @@ _MEGASCALE = {
     "hidden_inside": 0.5,
     "hidden_gradients": 1.0,
 }
-"""Of MegaScale-MoE: its all-to-all in Fig. 7; "other" work by the size of table 3's iterations; overlap by table 5."""
+"""Of MegaScale-MoE: its links in Fig. 7; "other" work by the size of table 3's iterations; overlap by table 5."""
 
 
 def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:

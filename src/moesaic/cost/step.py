@@ -100,7 +100,6 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
 
     parts = {name: spent(name) for name in (*CAUSES, "host")}
     hidden = micro * np.einsum("nk,nk->n", mine, np.stack([kind.hidden for kind in kinds], 1))
-    longest = per_rank[at, slowest]
     bubble = _bubble(columns, times, forward, backward, weight, slowest)
     send = seconds(_to_next(machine), cluster, rates, 1.0)
     plain = columns.virtual_stages == 1
@@ -115,7 +114,6 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
     parts["host"] = parts["host"] + rates.step_seconds
     total = sum(parts.values()) + bubble + pipeline + data + optimizer + offload
     waiting = total * rates.straggler * np.log2(np.maximum(columns.dp * columns.cp / machine.groups.data.inside, 1))
-    del longest
     return StepTime(
         total=total + waiting, **parts, pipeline=pipeline, data=data + waiting, bubble=bubble, optimizer=optimizer,
         offload=offload, hidden=hidden + under,
@@ -147,18 +145,17 @@ def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Flo
     layers += ["embedding", "head"]
     if model.mtp and work.mtp:
         layers.append("mtp")
-    used = np.unique(columns.stages)
-    ranks = np.maximum.reduceat(columns.pp, [0]) if len(columns) else np.ones(1, int)
-    del ranks
-    tables = {}
-    for index in used:
-        pp = int(columns.pp[np.argmax(columns.stages == index)])
-        tables[index] = _ranks(columns.stage_lists[index], pp, place, len(layers), model, work.mtp)
-    most = max(len(table) for table, _ in tables.values())
-    counts, times = np.zeros((len(columns.stage_lists), most, len(layers))), np.zeros((len(columns.stage_lists), most))
-    for index, (table, often) in tables.items():
+    # One list of virtual stages may be cut into ranks in several ways: 4·1 and 2·2 ranks and chunks are alike.
+    keys, which = np.unique(np.stack([columns.stages, columns.pp], 1), axis=0, return_inverse=True)
+    tables = [
+        _ranks(columns.stage_lists[index], int(pp), place, len(layers), model, work.mtp) for index, pp in keys.tolist()
+    ]
+    most = max((len(table) for table, _ in tables), default=1)
+    counts, times = np.zeros((len(tables), most, len(layers))), np.zeros((len(tables), most))
+    for index, (table, often) in enumerate(tables):
         counts[index, : len(table)], times[index, : len(table)] = table, often
-    return layers, counts[columns.stages], times[columns.stages]
+    which = which.reshape(-1)
+    return layers, counts[which], times[which]
 
 
 def _ranks(
