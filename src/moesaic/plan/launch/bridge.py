@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .megatron import megatron_args
+from .megatron import is_hopper, megatron_args
 from .parts import Draft, Value, comment, heading, yaml_text
 from .plan import Plan
 from .wrappers import train_script, wrapped
@@ -164,8 +164,6 @@ def _precision(plan: Plan) -> str:
     """The name of a mixed-precision recipe; fp32 has none."""
     work = plan.workload
     if work.precision == "fp8":
-        from .megatron import is_hopper
-
         kind = "subchannel" if is_hopper(plan.cluster.gpu.name) else "current"
         return f"bf16_with_fp8_{kind}_scaling_mixed"
     return {"bf16": "bf16_mixed", "mxfp8": "bf16_with_mxfp8_mixed", "nvfp4": "bf16_with_nvfp4_mixed"}[work.precision]
@@ -175,7 +173,7 @@ def _program(plan: Plan, draft: Draft, model: Fields) -> str:
     work = plan.workload
     latent = bool(model.get("multi_latent_attention"))
     provider, module = ("MLAModelProvider", "mla_provider") if latent else ("GPTModelProvider", "gpt_provider")
-    blocks = [layer.mlp or (layer.moe and layer.moe.expert) for layer in work.model.layers]
+    blocks = [layer.mlp if layer.moe is None else layer.moe.expert for layer in work.model.layers]
     activation = blocks[0].activation if blocks[0] is not None else "silu"
     function = {"silu": "F.silu", "relu2": "squared_relu", "swiglu_clamped": "quick_gelu"}.get(activation, "F.gelu")
     rows = "".join(f"    {name}={value!r},\n" for name, value in model.items())
@@ -183,12 +181,10 @@ def _program(plan: Plan, draft: Draft, model: Fields) -> str:
     if function.startswith("F."):
         imports.append("import torch.nn.functional as F")
     else:
-        imports.append(
-            f"from megatron.core.{'fusions.fused_bias_geglu' if function == 'quick_gelu' else 'activations'} import {function}"
-        )
-    lines = [
-        f"config.mixed_precision = {'None' if work.precision == 'fp32' else f'get_mixed_precision_config({_precision(plan)!r})'}"
-    ]
+        where = "fusions.fused_bias_geglu" if function == "quick_gelu" else "activations"
+        imports.append(f"from megatron.core.{where} import {function}")
+    precision = "None" if work.precision == "fp32" else f"get_mixed_precision_config({_precision(plan)!r})"
+    lines = [f"config.mixed_precision = {precision}"]
     if work.precision != "fp32":
         lines.append(f"config.mixed_precision.grad_reduce_in_fp32 = {work.gradient_bytes == 4}")
     if work.moment_bytes == 2:

@@ -91,6 +91,12 @@ def deepspeed_config(draft: Draft, plan: Plan) -> dict[str, Any]:
     }
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp}
+        # Its check counts tensor-parallel ranks as data-parallel ones; without this key it asks for no equation.
+        del config["train_batch_size"]
+        draft.remark(
+            f"train_batch_size is left out with tensor parallelism: DeepSpeed would count all {layout.world} ranks, "
+            f"and shows {config['train_micro_batch_size_per_gpu'] * plan.micro_batches * layout.world} sequences a step"
+        )
     if "optimizer" in layout.offload:
         if stage == 0:
             raise draft.refuse("an optimizer in host memory without sharding; its offload belongs to ZeRO")
@@ -164,7 +170,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 deepspeed.init_distributed()
 config = AutoConfig.from_pretrained(".")
 model = AutoModelForCausalLM.from_config(config, dtype=torch.{dtype})
-{checkpointing}engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds_config.json")
+{checkpointing}parameters = model.parameters()
+engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config="ds_config.json")
+# Ranks of a tensor-parallel group read the same tokens, others their own.
+torch.manual_seed(deepspeed.comm.get_rank() // {layout.tp})
 for step in range(100 * engine.gradient_accumulation_steps()):
     tokens = torch.randint(config.vocab_size, ({layout.micro_batch}, {work.seq_len}), device=engine.device)
     loss = engine(input_ids=tokens, labels=tokens).loss

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import pairwise
 
 from moesaic.spec.errors import nearest
 
@@ -47,7 +48,7 @@ def check_flags(args: Sequence[str]) -> list[str]:
         problems.append(f"{words[0]!r} stands before any option.")
     starts = [i for i, word in enumerate(words) if word.startswith("--")]
     seen: set[str] = set()
-    for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):
+    for start, stop in pairwise([*starts, len(words)]):
         name, values = words[start], words[start + 1 : stop]
         if name not in flags:
             problems.append(f"{name} is no option of Megatron-LM: {nearest(name, flags)}")
@@ -62,8 +63,9 @@ def check_flags(args: Sequence[str]) -> list[str]:
 def _values(name: str, flag: Flag, values: list[str]) -> list[str]:
     if flag.kind is None:
         return [f"{name} takes no value, but has {' '.join(values)}."] if values else []
-    wanted = {None: "one value", "+": "at least one value", "*": None}.get(flag.nargs, f"{flag.nargs} values")
-    right = {None: len(values) == 1, "+": len(values) >= 1, "*": True}.get(flag.nargs, len(values) == flag.nargs)
+    wanted = {"None": "one value", "+": "at least one value"}.get(str(flag.nargs), f"{flag.nargs} values")
+    counts = {"None": len(values) == 1, "+": len(values) >= 1, "*": True}
+    right = counts.get(str(flag.nargs), len(values) == flag.nargs)
     if not right:
         return [f"{name} takes {wanted}, but has {len(values)}."]
     problems = []

@@ -23,6 +23,8 @@ def model_args(draft: Draft, shape: Shape, mtp: int, seq_len: int) -> Args:
     """
     model = shape.model
     _refuse_scales(draft, model)
+    if model.learned_positions and seq_len > model.max_positions:
+        raise draft.refuse(f"seq_len {seq_len}, but {model.name} has learned only {model.max_positions} positions")
     args: Args = {
         "--num-layers": len(model.layers),
         "--hidden-size": model.hidden,
@@ -76,7 +78,8 @@ def _biases(draft: Draft, shape: Shape) -> Args:
     rest |= {moe.expert.bias} if moe is not None else set()
     rest |= {moe.shared.bias} if moe is not None and moe.shared is not None else set()
     if rest == {False}:
-        return {"--disable-bias-linear": True} | ({"--add-qkv-bias": True} if attention.qkv_bias else {})
+        args: Args = {"--disable-bias-linear": True}
+        return args | {"--add-qkv-bias": True} if attention.qkv_bias else args
     if rest == {True} and attention.qkv_bias:
         if moe is not None and not moe.router.logit_bias:
             draft.remark("Megatron gives the router a bias too where linear layers have one; this model has none there")

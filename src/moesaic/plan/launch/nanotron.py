@@ -109,14 +109,12 @@ def _refuse_layout(draft: Draft, plan: Plan) -> None:
     rules = (
         (
             layout.ep > 1,
-            f"ep {layout.ep}; it cannot start with ep above 1, as it checks tp·cp·dp·pp = world without ep and then "
-            f"lays out a mesh with it: use ep 1",
+            f"ep {layout.ep}; it cannot start with ep above 1, as its check of tp·cp·dp·pp = world omits it: use ep 1",
         ),
         (layout.etp > 1, f"etp {layout.etp}; it has no tensor parallelism inside experts: use etp 1"),
         (
             experts and layout.tp > 1,
-            f"tp {layout.tp} with experts; every tensor-parallel rank has copies of router and experts that nothing "
-            f"keeps equal: use tp 1",
+            f"tp {layout.tp} with experts; nothing keeps the copies of router and experts on its ranks equal: use tp 1",
         ),
         (layout.schedule != "1f1b", f"the {layout.schedule} schedule; it has 1F1B without virtual stages"),
         (layout.cp > 1 and layout.cp_kind != "ring", f"cp {layout.cp} by {layout.cp_kind}; it has ring attention"),

@@ -115,7 +115,8 @@ def short_stages(stages: Sequence[Stage], mtp: int) -> str:
     out = []
     runs = [(piece, len(list(same))) for piece, same in groupby(pieces[:-1])]
     for piece, count in runs:
-        out.append(f"({piece}|)*{count}" if count > 1 else f"{piece}|")
+        # A bracket needs a letter in it to be repeated.
+        out.append(f"({piece}|)*{count}" if count > 1 and piece else f"{piece}|" * count)
     return "".join(out) + pieces[-1]
 
 
@@ -130,8 +131,7 @@ def heading(plan: Plan, target: str, notes: Sequence[str], usage: Sequence[str] 
     work, layout = plan.workload, plan.layout
     lines = [
         f"{plan.name}: {work.model.name} on {layout.world} x {plan.cluster.gpu.name}, for {target}.",
-        f"Layout {layout}, micro-batch {layout.micro_batch}, {work.global_batch} sequences of {work.seq_len} tokens a "
-        f"step.",
+        f"Layout {layout}, micro-batch {layout.micro_batch}, {work.global_batch} x {work.seq_len} tokens a step.",
         *usage,
     ]
     return [*lines, *(f"NOTE {note}." for note in notes)]

@@ -25,7 +25,9 @@ def files(plan: Plan) -> dict[str, str]:
     draft = Draft("moesaic")
     tables = run_tables(draft, plan)
     text = comment(heading(plan, draft.target, draft.notes)) + "\n" + write_toml(tables)
-    script = train_script(plan, draft, ["-m moesaic train run.toml --resume"], ["The run is described in run.toml."])
+    script = train_script(
+        plan, draft, ["-m moesaic train run.toml --resume"], ["The run is described in run.toml."], True
+    )
     return wrapped(plan, draft, {"run.toml": text, "train.sh": script})
 
 

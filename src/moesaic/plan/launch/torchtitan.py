@@ -58,8 +58,8 @@ def _flavour(draft: Draft, model: ModelSpec) -> tuple[str, str]:
     if kinds or len(experts) > 1 or key not in _FLAVOURS:
         known = ", ".join(f"{module} {flavour}" for module, flavour in _FLAVOURS.values())
         raise draft.refuse(
-            f"its models are flavours in code, and none has the sizes of {model.name} (vocabulary {model.vocab}, hidden "
-            f"{model.hidden}, {len(model.layers)} layers, {max(experts)} experts); known are {known}"
+            f"its models are flavours in code, and none has the sizes of {model.name} (vocabulary {model.vocab}, "
+            f"hidden {model.hidden}, {len(model.layers)} layers, {max(experts)} experts); known are {known}"
         )
     return _FLAVOURS[key]
 
@@ -79,8 +79,8 @@ def _settings(draft: Draft, plan: Plan, module: str) -> dict[str, Any]:
         raise draft.refuse(f"{mtp} prediction blocks; only its deepseek_v3 models have any")
     if mtp and layout.pp > 1:
         raise draft.refuse(
-            f"prediction blocks with pp {layout.pp}; its multi-token prediction has no pipeline yet, so plan without it "
-            f"or with pp 1"
+            f"prediction blocks with pp {layout.pp}; its multi-token prediction has no pipeline yet, so plan without "
+            f"it or with pp 1"
         )
     parallel: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp if layout.sharding == "none" else layout.replicas,
@@ -135,8 +135,8 @@ def _experts(draft: Draft, plan: Plan, parallel: dict[str, Any], moe: bool) -> N
     shard = parallel["data_parallel_shard_degree"]
     if shard * layout.cp * layout.tp % layout.ep:
         raise draft.refuse(
-            f"dp_shard·cp·tp = efsdp·ep does not hold: {shard}·{layout.cp}·{layout.tp} is no multiple of ep {layout.ep}; "
-            f"only ranks that share sharded parameters can share experts, so use sharding parameters, or fewer replicas"
+            f"dp_shard·cp·tp = efsdp·ep does not hold: {shard}·{layout.cp}·{layout.tp} is no multiple of ep "
+            f"{layout.ep}; only ranks that share sharded parameters can share experts, so shard more"
         )
     if layout.dispatcher not in _BACKENDS:
         raise draft.refuse(f"the {layout.dispatcher} dispatcher; it has alltoall, deepep and hybridep")

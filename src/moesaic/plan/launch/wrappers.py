@@ -17,8 +17,12 @@ GRACE_SECONDS = 120
 """Time that the processes have to end by themselves when the job is stopped."""
 
 
-def train_script(plan: Plan, draft: Draft, command: Sequence[str], usage: Sequence[str] = ()) -> str:
-    """The script that every node runs. `command` is what torchrun starts, a line each, already quoted for the shell."""
+def train_script(
+    plan: Plan, draft: Draft, command: Sequence[str], usage: Sequence[str] = (), graceful: bool = False
+) -> str:
+    """The script that every node runs. `command` is what torchrun starts, a line each, already quoted for the shell.
+    `graceful` processes save when they are told to stop, and get time for it."""
+    grace = f" --shutdown-timeout {GRACE_SECONDS}" if graceful else ""
     lines = heading(plan, draft.target, draft.notes, usage)
     nodes, each = plan.nodes, plan.gpus_per_node
     start = f"HEAD=node0 bash train.sh   # on each of {nodes} nodes" if nodes > 1 else "bash train.sh"
@@ -45,10 +49,11 @@ meet=()
 # Kubernetes' training operator says where to meet; elsewhere HEAD does.
 if [ -z "${{PET_RDZV_ENDPOINT:-}}" ]; then
   : "${{{head}}}"
-  meet=(--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$HEAD:${{PORT:-{PORT}}}" --rdzv-id "${{JOB:-{plan.name}}}")
+  meet=(--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "$HEAD:${{PORT:-{PORT}}}")
+  meet+=(--rdzv-id "${{JOB:-{plan.name}}}")
 fi
 exec ${{TORCHRUN:-torchrun}} ${{meet[@]+"${{meet[@]}}"}} \\
-  --nproc-per-node {each} --max-restarts "${{RESTARTS:-0}}" --shutdown-timeout {GRACE_SECONDS} \\
+  --nproc-per-node {each} --max-restarts "${{RESTARTS:-0}}"{grace} \\
   {shown}
 """
 
@@ -88,7 +93,10 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD JOB="$SLURM_JOB_ID" PORT=$(({PORT} + SLURM_JOB_ID % 1000))
 # On nodes with several networks, name the one to use:
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-[ "$SLURM_JOB_NUM_NODES" = {nodes} ] || {{ echo "this plan is for {nodes} nodes, not $SLURM_JOB_NUM_NODES" >&2; exit 2; }}
+if [ "$SLURM_JOB_NUM_NODES" != {nodes} ]; then
+  echo "this plan is for {nodes} nodes, not $SLURM_JOB_NUM_NODES" >&2
+  exit 2
+fi
 srun bash train.sh
 """
 
@@ -102,8 +110,8 @@ def _resource(plan: Plan) -> str | None:
 def _kubernetes(plan: Plan, draft: Draft, checkout: str | None) -> str:
     nodes, each, resource = plan.nodes, plan.gpus_per_node, _resource(plan)
     what = [
-        f"{plan.name} for {draft.target} with Kubeflow's training operator (v1 API, PyTorchJob): {nodes} pods of {each}",
-        "accelerators. The operator tells torchrun in every pod where and how many (PET_RDZV_…, PET_NNODES).",
+        f"{plan.name} for {draft.target} with Kubeflow's training operator (v1 API, PyTorchJob): {nodes} pods with",
+        f"{each} accelerators. The operator tells torchrun in every pod where and how many (PET_RDZV_…, PET_NNODES).",
         "To change: image, claim, network. The files lie in the claim's folder of the plan's name.",
         "",
         "  kubectl apply -f pytorchjob.yaml",
