@@ -15,11 +15,12 @@ from moesaic.cli.main import main
 from moesaic.cost.memory import stage_memory
 from moesaic.cost.rates import Stack
 from moesaic.cost.workload import OVERLAP, Columns, Workload
+from moesaic.plan import result as terminal
 from moesaic.plan.price import Pricer
 from moesaic.plan.result import MEMORY_PARTS, TIME_PARTS, PlanResult
 from moesaic.plan.steps import step_picture
 from moesaic.report.plan_charts import MOST_SQUARES, meshes, nodes_spanned
-from moesaic.report.plan_page import MEMORY_NAMES, TIME_NAMES, PlanFacts, plan_page
+from moesaic.report.plan_page import MEMORY_NAMES, TIME_NAMES, PlanFacts, degrees_text, options_text, plan_page
 from moesaic.spec.cluster import load_cluster
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import Layout, parse_layout, resolve_layout
@@ -110,6 +111,7 @@ def test_the_answer_stands_on_the_page(facts):
     assert "Qwen3-30B-A3B on 32 × H100" in text
     for figure in (
         best["layout"],
+        "pp2 dp8 tp2 / edp2 ep8",
         f"{best['step_seconds']:#.3g} s",
         f"between {low:#.3g} and {high:#.3g} s",
         f"{best['tokens_per_second_per_gpu']:,.0f}",
@@ -128,9 +130,25 @@ def test_every_layout_is_a_row_of_the_table(facts):
     page = plan_page(facts)
     table = page[page.index("The best layouts") : page.index("Where the ranks stand")]
     for each in facts.result["layouts"]:
-        assert table.count(f"<code>{each['layout']}</code>") == 1
+        assert table.count(f"<code>{degrees_text(each['layout'])}</code>") == 1
         assert f"<td>{each['memory_gib']:.1f}</td>" in table
     assert "recompute moe_act" in table
+    assert facts.result["layouts"][1]["against_best"] in table
+
+
+@pytest.mark.parametrize(
+    "written", ["pp2 dp8 cp1 tp2 / ep8", "pp1 dp1 cp1 tp1 / ep1", "dp8 cp2 / ep4 etp2", "dp16 tp2"]
+)
+def test_layouts_are_written_as_in_the_terminal(written):
+    layout = layout_of("qwen3-30b-a3b", written, 64)
+    for each in (
+        layout,
+        replace(layout, virtual_stages=4, micro_batch=2, cp_kind="ring", sharding="parameters"),
+        replace(layout, overlap=OVERLAP, recompute=("full", "loss"), offload=("optimizer",), dispatcher="deepep"),
+        replace(layout, schedule="zero_bubble" if layout.pp > 1 else layout.schedule),
+    ):
+        assert degrees_text(str(each)) == terminal.layout_text(each)
+        assert options_text(terminal.options(each)) == terminal.options_text(each)
 
 
 def test_every_pipeline_rank_has_its_memory_once(facts):

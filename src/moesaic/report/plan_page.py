@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from string import ascii_lowercase
 from typing import Any
 
 import moesaic
@@ -122,8 +123,8 @@ def _headline(facts: PlanFacts, title: str) -> str:
     low, high = best["interval_seconds"]
     return (
         f"<header><h1>{title}</h1><p>{' · '.join(escape(part) for part in line)}</p>"
-        f'<p class="lead">Fastest that fits: <code>{escape(best["layout"])}</code>, '
-        f"{escape(_options(best['options']))}. A step takes {_number(best['step_seconds'])} s, and between "
+        f'<p class="lead">Fastest that fits: <code>{escape(degrees_text(best["layout"]))}</code>, '
+        f"{escape(options_text(best['options']))}. A step takes {_number(best['step_seconds'])} s, and between "
         f"{_number(low)} and {_number(high)} s nine times in ten.</p></header>"
     )
 
@@ -292,7 +293,7 @@ def _table(facts: PlanFacts) -> str:
         low, high = each["interval_seconds"]
         rows.append(
             f"<tr{' class=best' if number == 0 else ''}><td><code>{escape(each['layout'])}</code></td>"
-            f'<td class="words">{escape(_options(each["options"]))}</td>'
+            f'<td class="words">{escape(options_text(each["options"]))}{_against(each)}</td>'
             f"<td>{_number(each['step_seconds'])}</td><td>{_number(low)}–{_number(high)}</td>"
             f"<td>{each['tokens_per_second_per_gpu']:,.0f}</td><td>{each['model_tflops_per_gpu']:,.0f}</td>"
             f"<td>{each['memory_gib']:.1f}</td><td>{each['walls']['communication']:.1%}</td></tr>"
@@ -302,6 +303,12 @@ def _table(facts: PlanFacts) -> str:
         "Tokens and model TFLOP/s are per accelerator; communication is its exposed share of the step.",
         f'<div class="wide"><table class="numbers plans"><tr>{head}</tr>{"".join(rows)}</table></div>',
     )
+
+
+def _against(each: Mapping[str, Any]) -> str:
+    """Why a layout loses to the fastest."""
+    reason = each.get("against_best")
+    return f"<small>{escape(reason)}</small>" if reason else ""
 
 
 def _meshes(facts: PlanFacts) -> str:
@@ -360,25 +367,34 @@ def _key(each: Mapping[str, Any]) -> tuple[str, str, float]:
 def _hint(each: Mapping[str, Any]) -> str:
     low, high = each["interval_seconds"]
     return (
-        f"{each['layout']}\n{_options(each['options'])}\n{_number(each['step_seconds'])} s "
+        f"{degrees_text(each['layout'])}\n{options_text(each['options'])}\n{_number(each['step_seconds'])} s "
         f"({_number(low)} to {_number(high)}), {each['memory_gib']:.1f} GiB"
     )
 
 
-def _options(options: Mapping[str, Any]) -> str:
-    """A layout's options in a few words; what is usual is left out."""
-    words = [f"micro-batch {options['micro_batch']}"]
+def degrees_text(written: str) -> str:
+    """The written form of a layout without degrees of 1, as in `pp4 dp16 tp2 / edp4 ep8`."""
+    dense, expert = (
+        " ".join(word for word in side.split() if word.strip(ascii_lowercase) != "1") for side in written.split("/")
+    )
+    experts_apart = any(word.startswith("e") and not word.startswith("edp") for word in expert.split())
+    return f"{dense or 'dp1'} / {expert}" if experts_apart else dense or "dp1"
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """A layout's options in the words that `moesaic plan --why` reads; what is usual is left out."""
+    words = [f"mb{options['micro_batch']}"]
     if options["virtual_stages"] > 1:
-        words.append(f"{options['virtual_stages']} virtual stages")
+        words.append(f"vpp{options['virtual_stages']}")
     if options.get("schedule") not in (None, "1f1b", "interleaved"):
-        words.append(options["schedule"].replace("_", " "))
+        words.append(options["schedule"])
     words += [options[name] for name in ("cp_kind", "dispatcher") if options.get(name) not in (None, "local")]
-    if options["sharding"] not in ("none", "optimizer"):
-        words.append(f"{options['sharding']} sharded")
+    if options["sharding"] != "optimizer":
+        words.append(f"shard {options['sharding']}")
     for name in ("overlap", "recompute", "offload"):
         told = [word for word in options[name] if name != "overlap" or word not in _USUAL_OVERLAP]
         if told:
-            words.append(f"{name} {' + '.join(told)}")
+            words.append(f"{name} {'+'.join(told)}")
     return ", ".join(words)
 
 
