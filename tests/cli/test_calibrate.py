@@ -114,16 +114,17 @@ def _start(tmp_path: Path, *arguments: str, before: tuple[str, ...] = ()) -> sub
     )
 
 
-def _session(leader: int) -> list[int]:
-    """Processes of a session that still run."""
+def _commands(leader: int) -> list[bytes]:
+    """Command lines of the processes of a session that still run; those that are ending have none."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+            command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(stat.parent.name))
+        if session == leader and command:
+            found.append(command)
     return found
 
 
@@ -136,14 +137,12 @@ def test_a_signal_leaves_no_process_and_no_file(tmp_path, how):
     assert process.stderr is not None
     line = process.stderr.readline()
     assert "measuring" in line, line + process.stderr.read()
-    assert len(_session(process.pid)) >= 3
+    assert len(_commands(process.pid)) >= 3
     os.killpg(process.pid, how)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1 and "interrupted" in error
     # Python's own tracker of shared resources goes when it sees that its pipe is closed.
-    for left in _session(process.pid):
-        command = Path(f"/proc/{left}/cmdline")
-        assert not command.exists() or b"resource_tracker" in command.read_bytes()
+    assert not [command for command in _commands(process.pid) if b"resource_tracker" not in command]
     assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith(("x.toml", ".x", "moesaic-"))]
 
 

@@ -174,10 +174,10 @@ def tiny_plan(processes: int, **changes: Any) -> Plan:
 @pytest.fixture(scope="module")
 def two_processes() -> tuple[Measurements, list[str]]:
     said: list[str] = []
-    before = set(Path(tempfile.gettempdir()).glob("moesaic-*"))
+    before = set(Path(tempfile.gettempdir()).glob("moesaic-calibrate-*"))
     found = measure_here(2, tiny_plan(2), said.append)
     assert not multiprocessing.active_children()
-    assert set(Path(tempfile.gettempdir()).glob("moesaic-*")) <= before
+    assert set(Path(tempfile.gettempdir()).glob("moesaic-calibrate-*")) <= before
     return found, said
 
 
@@ -205,7 +205,7 @@ def test_efficiencies_are_shares_of_one(two_processes):
 
 
 def test_interrupting_leaves_no_process(tmp_path):
-    before = set(Path(tempfile.gettempdir()).glob("moesaic-*"))
+    before = set(Path(tempfile.gettempdir()).glob("moesaic-calibrate-*"))
 
     def stop(text: str) -> None:
         raise KeyboardInterrupt
@@ -213,7 +213,7 @@ def test_interrupting_leaves_no_process(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         measure_here(1, tiny_plan(1), stop)
     assert not multiprocessing.active_children()
-    assert set(Path(tempfile.gettempdir()).glob("moesaic-*")) <= before
+    assert set(Path(tempfile.gettempdir()).glob("moesaic-calibrate-*")) <= before
 
 
 def test_what_a_process_dies_of_is_said():

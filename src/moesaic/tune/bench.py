@@ -27,6 +27,8 @@ _TORCH = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 _TIMEOUT_SECONDS = 120.0
 _SAMPLES = (3, 9)
 """Fewest and most repetitions of which the median is taken, after one that warms up."""
+_LONG_SECONDS = 0.25
+"""From here on one repetition is enough."""
 _LEAST_SECONDS = 0.001
 """Shorter calls are timed several at once, since the clock and a wait for the device take their time too."""
 
@@ -85,10 +87,13 @@ class Plan:
         return [2**p for p in ((24, 28) if self.quick else (20, 24, 26, 28, 30))]
 
     def message_bytes(self, kind: str) -> list[int]:
-        """Bytes of a rank's tensor before a collective."""
+        """Bytes of a rank's tensor before a collective; small and large ones first, which a line needs most."""
         if kind == "cpu":
-            return [2**p for p in ((12, 15, 18, 21, 23) if self.quick else range(12, 26, 2))]
-        return [2**p for p in ((14, 18, 22, 26) if self.quick else range(12, 30, 2))]
+            powers = [12, 15, 18, 21, 23] if self.quick else list(range(12, 26, 2))
+        else:
+            powers = [14, 18, 22, 26] if self.quick else list(range(12, 30, 2))
+        ends = [powers[0], powers[-2], powers[1], powers[-1]]
+        return [2**power for power in [*ends, *(power for power in powers if power not in ends)]]
 
 
 class Bench:
@@ -150,7 +155,9 @@ class Bench:
         call()
         once = self._timed(call, 1)
         inner = max(1, min(1000, math.ceil(_LEAST_SECONDS / max(once, 1e-7))))
-        repeat = min(_SAMPLES[1], max(_SAMPLES[0], round(budget / max(once * inner, 1e-6))))
+        # A long call varies little, and few of them fit into the time.
+        least = _SAMPLES[0] if once < _LONG_SECONDS else 1
+        repeat = min(_SAMPLES[1], max(least, round(budget / max(once * inner, 1e-6))))
         counts = collectives.gather_counts(inner * 100 + repeat, self.world)
         inner, repeat = divmod(max(counts), 100)
         samples = []
@@ -199,7 +206,7 @@ class Bench:
         for shape in plan.linear_shapes(kind):
             cases += [(precision, shape) for precision in plan.precisions]
         grouped = [(precision, shape) for shape in plan.grouped_shapes(kind) for precision in plan.precisions]
-        # Interleaved by size, so that a budget that is too short costs large shapes of both kinds.
+        # Both kinds by size, so that a budget that is too short costs each its large shapes.
         cases = sorted([*cases, *grouped], key=lambda case: math.prod(case[1]))
         for precision, shape in self._each("products", cases):
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -286,7 +293,7 @@ class Bench:
     def _messages(self) -> None:
         dtype = _TORCH[self.plan.precisions[0]]
         groups, sizes = self.groups(), self.plan.message_bytes(self.here.kind)
-        # Sizes go round all groups, so that a budget that is too short costs the largest messages everywhere.
+        # Sizes go round all groups, so that a budget that is too short costs all of them the same.
         cases = [(size, group, members) for size in sizes for group, members in groups]
         said = None
         for size, group, members in self._each("messages", cases):

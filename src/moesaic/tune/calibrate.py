@@ -19,6 +19,7 @@ import numpy as np
 from moesaic.spec.cluster import RATE_COLUMNS, gpu_named
 from moesaic.spec.errors import SpecError, nearest
 from moesaic.spec.gpus import find
+from moesaic.spec.gpus.tables import COLLECTIVES
 from moesaic.spec.toml import write_toml
 
 if TYPE_CHECKING:
@@ -181,16 +182,14 @@ def _tables(
     how = f"measured by moesaic calibrate with torch {facts['torch']}"
     if known is not None:
         return {"cluster": cluster, "sources": {}}
-    best = {True: 0.0, False: 0.0}
-    for name, rows in rates.items():
-        if RATE_COLUMNS[name][0] == "size":
-            for size, members, _, bandwidth in rows:
-                inside = members == size
-                best[inside] = max(best[inside], bandwidth)
+    lines = [row for name in COLLECTIVES for row in rates.get(name, [])]
+    inside = max((bandwidth for size, members, _, bandwidth in lines if members == size), default=0.0)
+    # One rank of each machine: what they send goes over the network, and nothing else does.
+    outside = max((bandwidth for size, members, _, bandwidth in lines if members == 1 < size), default=0.0)
     # The largest tensor, since small ones fit into caches.
     _, memory = max(rates["memory"])
     # A process alone has no link but the memory that it would share with others: half is read, half written.
-    link = best[True] or memory / 2
+    link = inside or memory / 2
     gib = facts["memory_bytes"] / 2**30 / (domain if facts["kind"] == "cpu" else 1)
     _, host = max(rates.get("host", [[0.0, memory / 2]]))
     threads = f", {facts['threads']} thread{'s' if facts['threads'] > 1 else ''}" if facts["kind"] == "cpu" else ""
@@ -203,7 +202,7 @@ def _tables(
         "link_gb_per_s": _rounded(link / 1e9),
         "domain": domain,
         "gpus_per_node": domain,
-        "nic_gbps": _rounded((best[False] or link) * 8 / 1e9),
+        "nic_gbps": _rounded((outside or link) * 8 / 1e9),
         "host_gb_per_s": _rounded(host / 1e9),
     }
     of_all = {
@@ -211,12 +210,12 @@ def _tables(
         "memory_gib": "available when it was measured" + (", over its processes" if facts["kind"] == "cpu" else ""),
         "memory_gb_per_s": f"{how}: copy of the largest tensor, reads and writes",
         "link_gb_per_s": f"{how}: fastest fitted collective inside a machine"
-        if best[True]
+        if inside
         else "half of the memory's bandwidth, for want of a second process",
         "domain": "processes of one machine when it was measured",
         "gpus_per_node": "processes of one machine when it was measured",
-        "nic_gbps": f"{how}: fastest fitted collective between machines"
-        if best[False]
+        "nic_gbps": f"{how}: fastest fitted collective of one process per machine"
+        if outside
         else "as the link inside the machine, for want of a second one",
         "host_gb_per_s": f"{how}: largest copy from the host" if "host" in rates else "its memory is the host's",
     }

@@ -59,7 +59,7 @@ def measure_here(processes: int, plan: Plan, say: Say) -> Measurements:
         KeyboardInterrupt: Ctrl-C or SIGTERM; the processes are gone.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="moesaic-") as folder, _sigterm_interrupts():
+    with tempfile.TemporaryDirectory(prefix="moesaic-calibrate-") as folder, _sigterm_interrupts():
         pipes = [context.Pipe(duplex=False) for _ in range(processes)]
         team = [
             context.Process(
