@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.cost.pipeline_orders import Action, Work, pipeline_works, stages_of
-from moesaic.cost.pipeline_timeline import simulate_step
+from moesaic.cost.pipeline_timeline import pipeline_seconds, simulate_step
 from moesaic.cost.timeline import Contention, Timeline
 from moesaic.schedule.orders import pipeline_orders
 from moesaic.spec.errors import SpecError
@@ -164,10 +164,23 @@ def test_ends_are_those_of_the_longest_way(step: tuple[str, int, int, int, list[
     schedule, pp, v, micros, lists, transfer = step
     timeline = simulate_step(*lists, transfer, schedule, micros, virtual_stages=v)
     wanted = longest_way(pipeline_works(schedule, pp, v, micros), lists, transfer)
+    assert pipeline_seconds(*lists, transfer, schedule, micros, virtual_stages=v) == pytest.approx(wanted)
     if transfer:  # a rank sends one thing at a time
         assert timeline.makespan >= wanted * (1 - 1e-9)
     else:
         assert timeline.makespan == pytest.approx(wanted)
+
+
+@settings(deadline=None, max_examples=30)
+@given(steps(), st.floats(0.5, 1.0))
+def test_ranking_and_simulation_agree_on_pairs(
+    step: tuple[str, int, int, int, list[list[float]], float], share: float
+) -> None:
+    schedule, _pp, v, micros, lists, _transfer = step
+    pairs = [share * sum(parts) for parts in zip(*lists, strict=True)]
+    step_of = simulate_step(*lists, 0.0, schedule, micros, virtual_stages=v, stage_pair=pairs)
+    alone = pipeline_seconds(*lists, 0.0, schedule, micros, virtual_stages=v, stage_pair=pairs)
+    assert step_of.makespan == pytest.approx(alone)
 
 
 @settings(deadline=None, max_examples=30)
@@ -316,6 +329,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         (lambda: simulate_step(one * 4, one * 4, one * 4, 0, "dualpipe", 6), "at least 8"),
         (lambda: simulate_step(one * 4, one * 4, one * 4, -1, "1f1b", 8), "at least 0"),
         (lambda: simulate_step(one * 4, one * 4, one * 4, 0, "1f1b", 8, buckets=0), "at least 1"),
+        (lambda: pipeline_seconds(one * 4, one * 4, one * 4, -1, "1f1b", 8), "at least 0"),
+        (lambda: pipeline_seconds(one * 4, [1, 1, math.nan, 1], one * 4, 0, "1f1b", 8), "input of stage 2 is nan"),
     ):
         with pytest.raises(SpecError, match=words):
             wrong()

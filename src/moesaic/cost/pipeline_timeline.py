@@ -6,7 +6,9 @@ other's transfers, so that uneven stages, exposed first and last micro-batches a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from moesaic.spec.errors import SpecError
 
@@ -68,43 +70,159 @@ def simulate_step(
         SpecError: lists of unequal length, or that virtual stages do not divide; times below zero; and as
             `pipeline_orders.pipeline_works`.
     """
+    pipeline = _Pipeline.of(
+        stage_forward, stage_backward_input, stage_backward_weight, schedule, micro_batches, virtual_stages,
+        stage_backward, stage_pair,
+    )  # fmt: skip
     stages = len(stage_forward)
-    if virtual_stages < 1 or not stages or stages % virtual_stages:
-        raise SpecError(f"{stages} stages are not a whole number of ranks with {virtual_stages} virtual stages each")
-    backward = stage_backward
-    if backward is None:
-        backward = [a + b for a, b in zip(stage_backward_input, stage_backward_weight, strict=False)]
-    pairs = backward if stage_pair is None else stage_pair
     parameters = [0.0] * stages if parameter_seconds is None else parameter_seconds
     gradients = [0.0] * stages if gradient_seconds is None else gradient_seconds
-    for name, values in (
-        ("stage_backward_input", stage_backward_input),
-        ("stage_backward_weight", stage_backward_weight),
-        ("stage_backward", backward),
-        ("stage_pair", pairs),
-        ("parameter_seconds", parameters),
-        ("gradient_seconds", gradients),
-    ):
-        if len(values) != stages:
-            raise SpecError(f"{name} has {len(values)} entries, but stage_forward {stages}: one per virtual stage")
+    _check(stages, parameter_seconds=parameters, gradient_seconds=gradients)
     if buckets < 1:
         raise SpecError(f"gradients go in {buckets} buckets: it needs at least 1")
-    pp = stages // virtual_stages
-    works = pipeline_works(schedule, pp, virtual_stages, micro_batches, paired=stage_pair is not None)
-    seconds = {"F": stage_forward, "B": backward, "I": stage_backward_input, "W": stage_backward_weight}
-    saved = [f + b - p for f, b, p in zip(stage_forward, backward, pairs, strict=True)]
-
-    def length(work: Work) -> float:
-        alone = [seconds[action.kind][action.stage] for action in work]
-        # Two halves of a pair cannot end before the longer one.
-        return max(max(alone), sum(alone) - min(saved[action.stage] for action in work)) if len(work) > 1 else alone[0]
-
-    step = _Step(schedule, pp, virtual_stages, micro_batches, works)
+    step = _Step(pipeline)
     ahead = step.gather(parameters, buckets if "parameters" in overlap else 0, data_stream)
-    behind = step.compute(length, p2p_seconds, p2p_blocks, ahead, gradients, buckets if "gradients" in overlap else 0)
+    behind = step.compute(p2p_seconds, p2p_blocks, ahead, gradients, buckets if "gradients" in overlap else 0)
     step.reduce(behind, gradients, data_stream)
     step.update(optimizer_seconds, offload_seconds)
     return run(step.tasks(), contention)
+
+
+def pipeline_seconds(
+    stage_forward: Sequence[float],
+    stage_backward_input: Sequence[float],
+    stage_backward_weight: Sequence[float],
+    p2p_seconds: float,
+    schedule: str,
+    micro_batches: int,
+    *,
+    virtual_stages: int = 1,
+    stage_backward: Sequence[float] | None = None,
+    stage_pair: Sequence[float] | None = None,
+) -> float:
+    """Seconds until all ranks have worked off a step's micro-batches: the makespan of `simulate_step` without what
+    surrounds the pipeline, much faster, for ranking. Sends never wait for each other here. Arguments and errors as
+    there."""
+    pipeline = _Pipeline.of(
+        stage_forward, stage_backward_input, stage_backward_weight, schedule, micro_batches, virtual_stages,
+        stage_backward, stage_pair,
+    )  # fmt: skip
+    if not 0 <= p2p_seconds < math.inf:
+        raise SpecError(f"a transfer takes {p2p_seconds} s: times are finite and at least 0")
+    now, position = [0.0] * pipeline.pp, [0] * pipeline.pp
+    out: dict[tuple[bool, int, int], tuple[float, int]] = {}  # (forward, micro, stage): when it was made, and where
+    blocked: dict[tuple[bool, int, int], int] = {}
+    todo = list(range(pipeline.pp))
+    while todo:
+        rank = todo.pop()
+        order = pipeline.works[rank]
+        while position[rank] < len(order):
+            work = order[position[rank]]
+            start = now[rank]
+            for action in work:
+                needs = pipeline.input(action)
+                if needs is None:
+                    continue
+                if needs not in out:
+                    blocked[needs] = rank
+                    break
+                made, where = out[needs]
+                start = max(start, made + p2p_seconds * (where != rank))
+            else:
+                now[rank] = start + pipeline.length(work)
+                position[rank] += 1
+                for action in work:
+                    if action.kind != "W":
+                        key = (action.kind == "F", action.micro, action.stage)
+                        out[key] = (now[rank], rank)
+                        if key in blocked:
+                            todo.append(blocked.pop(key))
+                continue
+            break
+    return max(now)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """Orders of work and how long it takes, checked."""
+
+    schedule: str
+    pp: int
+    stages: int
+    micros: int
+    works: list[list[Work]]
+    seconds: dict[str, Sequence[float]]
+    """By kind of action, then stage."""
+    saved: list[float]
+    """By a forward and a backward together, in each stage."""
+
+    @classmethod
+    def of(
+        cls,
+        forward: Sequence[float],
+        inputs: Sequence[float],
+        weights: Sequence[float],
+        schedule: str,
+        micros: int,
+        virtual_stages: int,
+        backward: Sequence[float] | None,
+        pair: Sequence[float] | None,
+    ) -> _Pipeline:
+        stages = len(forward)
+        if virtual_stages < 1 or not stages or stages % virtual_stages:
+            raise SpecError(
+                f"{stages} stages are not a whole number of ranks with {virtual_stages} virtual stages each"
+            )
+        if backward is None:
+            backward = [a + b for a, b in zip(inputs, weights, strict=False)]
+        together = backward if pair is None else pair
+        _check(
+            stages,
+            stage_forward=forward,
+            stage_backward_input=inputs,
+            stage_backward_weight=weights,
+            stage_backward=backward,
+            stage_pair=together,
+        )
+        return cls(
+            schedule,
+            stages // virtual_stages,
+            stages,
+            micros,
+            pipeline_works(schedule, stages // virtual_stages, virtual_stages, micros, paired=pair is not None),
+            {"F": forward, "B": backward, "I": inputs, "W": weights},
+            [f + b - p for f, b, p in zip(forward, backward, together, strict=True)],
+        )
+
+    def length(self, work: Work) -> float:
+        """Seconds of an action, or of two together, which cannot end before the longer one."""
+        if len(work) == 1:
+            return self.seconds[work[0].kind][work[0].stage]
+        alone = [self.seconds[action.kind][action.stage] for action in work]
+        return max(max(alone), sum(alone) - min(self.saved[action.stage] for action in work))
+
+    def input(self, action: Action) -> tuple[bool, int, int] | None:
+        """What an action reads from another stage, as (forward, micro-batch, stage that makes it)."""
+        kind, micro, stage = action
+        if kind == "W" or stage == (0 if kind == "F" else self.stages - 1):
+            return None
+        return (True, micro, stage - 1) if kind == "F" else (False, micro, stage + 1)
+
+    def rank_of(self, stage: int, micro: int) -> int:
+        """Where a micro-batch meets a stage."""
+        if self.schedule != "dualpipe":
+            return stage % self.pp
+        back = micro >= self.micros // 2 if self.stages == self.pp else stage >= self.pp
+        return self.stages - 1 - stage if back else stage
+
+
+def _check(stages: int, **lists: Sequence[float]) -> None:
+    for name, values in lists.items():
+        if len(values) != stages:
+            raise SpecError(f"{name} has {len(values)} entries, but stage_forward {stages}: one per virtual stage")
+        for stage, seconds in enumerate(values):
+            if not 0 <= seconds < math.inf:
+                raise SpecError(f"{name} of stage {stage} is {seconds} s: times are finite and at least 0")
 
 
 Key = tuple[object, ...]
@@ -114,9 +232,8 @@ Key = tuple[object, ...]
 class _Step:
     """The tasks of a step under construction."""
 
-    def __init__(self, schedule: str, pp: int, virtual_stages: int, micros: int, works: list[list[Work]]) -> None:
-        self.schedule, self.pp, self.stages, self.micros = schedule, pp, pp * virtual_stages, micros
-        self.works = works
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self.pipeline, works = pipeline, pipeline.works
         self.first: list[dict[int, int]] = []
         """Per rank: position of each stage's first forward, in order."""
         self.last: list[dict[int, int]] = []
@@ -134,15 +251,8 @@ class _Step:
             self.first.append(first)
             self.last.append(last)
         self.written: dict[Key, tuple[int, Stream, str, float, tuple[Key, ...]]] = {}
-        self.ends: list[list[Key]] = [[] for _ in range(pp)]
+        self.ends: list[list[Key]] = [[] for _ in works]
         """Per rank: what must be over before the optimizer."""
-
-    def rank_of(self, stage: int, micro: int) -> int:
-        """Where a micro-batch meets a stage."""
-        if self.schedule != "dualpipe":
-            return stage % self.pp
-        back = micro >= self.micros // 2 if self.stages == self.pp else stage >= self.pp
-        return self.stages - 1 - stage if back else stage
 
     def gather(self, seconds: Sequence[float], buckets: int, stream: Stream) -> dict[tuple[int, int], list[Key]]:
         """Gather parameters at the start, in `buckets` per stage or (0) before all else. For each rank and stage, what
@@ -167,7 +277,6 @@ class _Step:
 
     def compute(
         self,
-        length: Callable[[Work], float],
         p2p_seconds: float,
         p2p_blocks: bool,
         gathered: dict[tuple[int, int], list[Key]],
@@ -177,7 +286,7 @@ class _Step:
         """Write down all compute and what ranks send. For each rank and stage, the parts that complete its gradients,
         or (0 `buckets`) all of the rank's work."""
         behind: dict[tuple[int, int], list[Key]] = {}
-        for rank, order in enumerate(self.works):
+        for rank, order in enumerate(self.pipeline.works):
             firsts = {position: stage for stage, position in self.first[rank].items()}
             lasts = {position: stage for stage, position in self.last[rank].items() if gradients[stage]}
             before: list[Key] = []
@@ -187,10 +296,10 @@ class _Step:
                 if parts < len(waits):
                     before += waits
                     waits = []
-                before += [key for action in work for key in self._input(action)]
+                before += [("out", *needs) for action in work if (needs := self.pipeline.input(action))]
                 name = " | ".join(f"{WORDS[action.kind]} {action.micro} · stage {action.stage}" for action in work)
                 keys: list[Key] = [(rank, position, part) for part in range(parts)]
-                seconds = length(work) / parts
+                seconds = self.pipeline.length(work) / parts
                 for part, key in enumerate(keys):
                     self._add(key, rank, "compute", name, seconds, [*before, *waits[part : part + 1]])
                     before = [key]
@@ -219,7 +328,7 @@ class _Step:
     def update(self, optimizer_seconds: float, offload_seconds: float) -> None:
         """The optimizer of every rank, and what happens in host memory beside it, when all ranks have reduced."""
         self._add(("norm",), 0, "compute", "", 0.0, [key for ends in self.ends for key in ends])
-        for rank in range(self.pp):
+        for rank in range(self.pipeline.pp):
             self._add(("optimizer", rank), rank, "compute", "optimizer", optimizer_seconds, [("norm",)])
             self._add(("offload", rank), rank, "host", "offload", offload_seconds, [("norm",)])
 
@@ -234,21 +343,12 @@ class _Step:
     def _add(self, key: Key, rank: int, stream: Stream, name: str, seconds: float, after: Sequence[Key] = ()) -> None:
         self.written[key] = (rank, stream, name, seconds, tuple(after))
 
-    def _input(self, action: Action) -> list[Key]:
-        """What an action reads from another stage, or from its own forward."""
-        kind, micro, stage = action
-        if kind == "W":
-            return []
-        if kind == "F":
-            return [("out", True, micro, stage - 1)] if stage else []
-        return [("out", False, micro, stage + 1)] if stage < self.stages - 1 else []
-
     def _hand_on(self, action: Action, rank: int, made: Key, seconds: float) -> Key:
         """Give an action's result to the next stage."""
         forward = action.kind == "F"
         stage = action.stage + (1 if forward else -1)
         key: Key = ("out", forward, action.micro, action.stage)
-        away = 0 <= stage < self.stages and self.rank_of(stage, action.micro) != rank
+        away = 0 <= stage < self.pipeline.stages and self.pipeline.rank_of(stage, action.micro) != rank
         name = f"send {WORDS[action.kind]} {action.micro} · stage {action.stage}"
         self._add(key, rank, "send", name, seconds if away else 0.0, [made])
         return key
