@@ -133,7 +133,7 @@ def leave_one_out(priced: Priced, fitted: Corrections) -> Floats | None:
     given. (Rasmussen and Williams, eq. 5.12)"""
     if priced.keys != fitted.keys:
         return None
-    return fitted.leave_one_out()
+    return fitted.leave_one_out()[0]
 
 
 def constant_utilisation(priced: Priced) -> Floats:

@@ -60,20 +60,26 @@ def markdown(report: Report, name: str) -> str:
     lines = [
         "# Accuracy of predicted step times",
         "",
-        f"Written by `moesaic accuracy {name} --out docs/accuracy.md`. {summary['runs']} rows of published "
-        f"measurements are priced and {summary.get('skipped', 0)} are not, each with its reason below.",
+        (
+            f"Written by `moesaic accuracy {name} --out docs/accuracy.md`. {summary['runs']} rows of published "
+            f"measurements are priced and {summary.get('skipped', 0)} are not, each with its reason below."
+        ),
         "",
-        "A row that the corrections were fitted to is predicted **without any row of the same model and "
-        "accelerator** (all releases and precisions together), and so are the widths of the corrections' terms. "
-        "One figure per row, that of its step time; error is predicted / measured − 1, figures are of its absolute "
-        "value. Intervals are meant to hold nine of ten. The constants of the closed form are from measured kernels "
-        "and collectives, not from these rows.",
+        (
+            "A row that the corrections were fitted to is predicted **without any row of the same model and "
+            "accelerator** (all releases and precisions together), and so are the widths of the corrections' terms. "
+            "One figure per row, that of its step time; error is predicted / measured − 1, figures are of its absolute "
+            "value. Intervals are meant to hold nine of ten. The constants of the closed form are from measured kernels "
+            "and collectives, not from these rows."
+        ),
         "",
         *_table(("rows", "how", "n", "median", "mean", "p90", "largest", "in interval"), list(_headline(summary))),
         "",
-        "`FLOPs over one constant utilisation` is the arithmetic that needs no cost model, by the same protocol: "
-        "what the closed form and its corrections add is the difference. `one row left out` is what to expect of a "
-        "row whose model and accelerator were seen in other layouts or releases.",
+        (
+            "`FLOPs over one constant utilisation` is the arithmetic that needs no cost model, by the same protocol: "
+            "what the closed form and its corrections add is the difference. `one row left out` is what to expect of a "
+            "row whose model and accelerator were seen in other layouts or releases."
+        ),
         "",
     ]
     ranks = summary.get("rank correlation", {})
