@@ -50,7 +50,7 @@ class Rates:
     """Share of the bf16 peak that large matmuls sustain on a slow accelerator. (a, g: 0.73 with attention on H20)"""
     gemm_half_peak: float = 2.9e15
     """Bf16 peak, FLOP/s, at which that share has halved: the faster the matrix units, the more power and data limit
-    them in a long run. One curve gives A100 0.77, H100 0.63, B200 0.48. (s: dense rows; g: 0.54 to 0.58 with attention;
+    them in a long run. One curve gives A100 0.77, H100 0.63, B200 0.48 (and GB200 0.58, see below). (s: dense rows; g: 0.54 to 0.58 with attention;
     kernels timed alone reach 0.8 on H100 and 0.65 on B200, by a)"""
     fp8_share: float = 0.88
     """Share of the fp8 peak over that of the bf16 peak, for per-tensor and block scaling. (a: 0.51 / 0.81 on H100)"""
@@ -169,6 +169,11 @@ _MEGASCALE = {
 """Of MegaScale-MoE: its links in Fig. 7; "other" work by the size of table 3's iterations; overlap by table 5."""
 
 
+_SUPERCHIP_HALF_PEAK = 5.5e15
+"""`gemm_half_peak` of GB200 and GB300, whose liquid cooling and power hold their clocks. (m: 2,672 TFLOP/s of grouped
+mxfp8 matmuls on GB200, attention at 1,324 and 1,083)"""
+
+
 def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     """The rates of a software stack on a cluster."""
     rates = Rates()
@@ -186,6 +191,8 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, sync_seconds=0.0)
     if not stack.fused:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
+    if cluster.gpu.name.startswith("GB"):
+        rates = replace(rates, gemm_half_peak=_SUPERCHIP_HALF_PEAK)
     if cluster.gpu.vendor.lower() == "amd":
         rates = replace(rates, gemm_share=rates.gemm_share * 0.75)
     return rates
