@@ -182,6 +182,14 @@ def test_a_file_gives_all_of_its_own(tmp_path):
     assert load_cluster(str(path), 32, nic_gbps=50).model_copy(update={"gpus": 16, "nic_bandwidth": None}) == cluster
 
 
+def test_a_name_is_a_name_whatever_lies_around(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("h100", "mine"):
+        (tmp_path / name).write_text('[cluster]\ngpu = "b200"\ngpus = 4\n')
+    assert load_cluster("h100", 8).gpu == gpu_named("h100")
+    assert load_cluster("mine").gpu == gpu_named("b200")
+
+
 def test_a_file_may_name_what_it_differs_from(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(

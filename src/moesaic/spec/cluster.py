@@ -129,12 +129,11 @@ def load_cluster(
     Raises:
         SpecError: unknown accelerator, file, key or value, or an accelerator that lacks a figure.
     """
-    path = Path(gpu)
-    if isinstance(gpu, Path) or gpu.endswith(".toml") or path.is_file():
-        file = read_cluster_file(path)
-        spec, keys, rates = _gpu_of(file, str(path)), file.cluster, file.rates
+    if _is_file(gpu):
+        file = read_cluster_file(Path(gpu))
+        spec, keys, rates = _gpu_of(file, str(gpu)), file.cluster, file.rates
     else:
-        spec, keys, rates = gpu_named(gpu), ClusterFile().cluster, {}
+        spec, keys, rates = gpu_named(str(gpu)), ClusterFile().cluster, {}
     gpus = keys.gpus if gpus is None else gpus
     if gpus is None:
         raise SpecError(f"{str(gpu)!r} does not say how many accelerators: give gpus, or [cluster] gpus in a file.")
@@ -233,6 +232,17 @@ def _fewest(stride: int, size: int, domain: int, blocks: int, counted: int) -> i
     borders = np.diff(where, axis=1, prepend=-1, append=where.max() + 2).nonzero()
     runs = np.diff(borders[1])[np.diff(borders[0]) == 0]
     return int(runs.min())
+
+
+def _is_file(gpu: str | Path) -> bool:
+    """Whether this is a path; a name of the catalogue is that, whatever lies in the current folder."""
+    if isinstance(gpu, Path) or gpu.endswith(".toml"):
+        return True
+    try:
+        catalogue.find(gpu)
+    except SpecError:
+        return Path(gpu).is_file()
+    return False
 
 
 _NIC = 1e9 / 8
