@@ -292,7 +292,7 @@ def _table(facts: PlanFacts) -> str:
     for number, each in enumerate(facts.result["layouts"]):
         low, high = each["interval_seconds"]
         rows.append(
-            f"<tr{' class=best' if number == 0 else ''}><td><code>{escape(each['layout'])}</code></td>"
+            f"<tr{' class=best' if number == 0 else ''}><td><code>{escape(degrees_text(each['layout']))}</code></td>"
             f'<td class="words">{escape(options_text(each["options"]))}{_against(each)}</td>'
             f"<td>{_number(each['step_seconds'])}</td><td>{_number(low)}–{_number(high)}</td>"
             f"<td>{each['tokens_per_second_per_gpu']:,.0f}</td><td>{each['model_tflops_per_gpu']:,.0f}</td>"
