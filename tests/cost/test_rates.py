@@ -175,3 +175,25 @@ def test_a_precision_that_the_accelerator_lacks_is_refused() -> None:
 def test_nothing_sent_takes_no_time() -> None:
     cluster = load_cluster("h100", 8)
     assert float(seconds(Bytes(0.0, 0.0), cluster, Rates())) == 0.0
+
+
+def test_measurements_of_the_machine_replace_published_rates() -> None:
+    """`[rates]` of a cluster file: the rates give back what was measured."""
+    plain = load_cluster("h100", 16)
+    held = {
+        "matmul_bf16_forward": [[4096, 4096, 4096, 0.70], [128, 4096, 4096, 0.20]],
+        "matmul_bf16_weight": [[4096, 4096, 4096, 0.63]],
+        "memory": [[1e9, 2.5e12]],
+        "launch": [[5e-6]],
+        "all_gather": [[8, 8, 19e-6, 340e9], [16, 8, 50e-6, 40e9]],
+        "all_to_all": [[8, 8, 20e-6, 290e9]],
+    }
+    rates = rates_for(plain.model_copy(update={"rates": held}), Stack())
+    assert rates.sustained(plain.gpu.peak_flops["bf16"]) == pytest.approx(0.70)
+    assert rates.weight_gradient_share == pytest.approx(0.9)
+    assert rates.memory_share * plain.gpu.memory_bandwidth == pytest.approx(2.5e12)
+    assert (rates.launch_seconds, rates.fast_latency, rates.network_latency) == (5e-6, 19e-6, 50e-6)
+    whole = all_gather(8e9, Group(8, 8))
+    assert float(seconds(whole, plain, rates)) == pytest.approx(7e9 / 340e9 + 19e-6)
+    assert rates.alltoall_ratio == pytest.approx(290 / 340)
+    assert rates.network_share == pytest.approx(40e9 / plain.network_bandwidth)

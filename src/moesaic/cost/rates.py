@@ -17,6 +17,7 @@ x  assumed, in the range of published traces.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import median
 
 from moesaic.spec.cluster import ClusterSpec
 
@@ -50,13 +51,15 @@ class Rates:
     """Share of the bf16 peak that large matmuls sustain on a slow accelerator. (a, g: 0.73 with attention on H20)"""
     gemm_half_peak: float = 2.9e15
     """Bf16 peak, FLOP/s, at which that share has halved: the faster the matrix units, the more power and data limit
-    them in a long run. One curve gives A100 0.77, H100 0.63, B200 0.48 (and GB200 0.58, see below). (s: dense rows; g: 0.54 to 0.58 with attention;
+    them in a long run. One curve gives A100 0.77, H100 0.63, B200 0.48. (s: dense rows; g: 0.54 to 0.58 with attention;
     kernels timed alone reach 0.8 on H100 and 0.65 on B200, by a)"""
     fp8_share: float = 0.88
-    """Share of the fp8 peak over that of the bf16 peak, for per-tensor and block scaling. (a: 0.51 / 0.81 on H100)"""
+    """Share of the fp8 peak over the share of the bf16 peak, for per-tensor and block scaling. (x: public runs of
+    Megatron-Bridge; a: 0.51 / 0.81 on H100 for kernels that quantise as well, which is counted apart here)"""
     mxfp8_share: float = 1.15
+    """The same for mxfp8, which draws less power per FLOP. (x: public runs; a: 0.54 / 0.61 on B200 with quantising)"""
     nvfp4_share: float = 0.75
-    """(a: 0.35 / 0.65 on B200)"""
+    """The same for nvfp4. (x: public runs; a: 0.35 / 0.65 on B200 with quantising)"""
     weight_gradient_share: float = 0.85
     """Weight-gradient matmuls over the others. (s)"""
     gemm_half_balance: float = 1.0
@@ -67,12 +70,12 @@ class Rates:
     group_seconds: float = 4.0e-6
     """The same, per further expert of a grouped matmul. (s, a)"""
     unhidden_load: float = 0.5
-    """Share of the time to move an expert's weights and rows that its FLOPs do not hide. (s:
-    128 to 9,832 rows per expert on B200; a: 128 to 2,048 on H100; both within 10 %)"""
+    """Share of the time to move an expert's weights and rows that its FLOPs do not hide. (s: 128 to 9,832 rows per
+    expert on B200; a: 128 to 2,048 on H100; mean error 9 %)"""
     # ------------------------------------------------------------ attention core
     attention_share: float = 1.0
-    """Rate of the forward of a fused attention core on long sequences over that of large matmuls. (m: 0.68 of H100's
-    peak; s: dense rows of 131,072 tokens on B200)"""
+    """Rate of the forward of a fused attention core on long sequences over that of large matmuls. (m: 0.65 of H100's
+    peak at 16,384; s: dense rows of 131,072 tokens on B200)"""
     attention_half: float = 900.0
     """Positions at which that share has halved. (m: 0.56 at 4096, 0.645 at 16384 on Hopper; Blackwell alike)"""
     attention_half_width: float = 64.0
@@ -174,8 +177,12 @@ _SUPERCHIP_HALF_PEAK = 5.5e15
 mxfp8 matmuls on GB200, attention at 1,324 and 1,083)"""
 
 
+_INSTINCT = 0.75
+"""What libraries for AMD Instinct reach of that share. (x)"""
+
+
 def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
-    """The rates of a software stack on a cluster."""
+    """The rates of a software stack on a cluster; what was measured on the cluster replaces what is published."""
     rates = Rates()
     if stack.framework == "megascale":
         rates = replace(rates, **_MEGASCALE)
@@ -193,6 +200,39 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
     if cluster.gpu.name.startswith("GB"):
         rates = replace(rates, gemm_half_peak=_SUPERCHIP_HALF_PEAK)
-    if cluster.gpu.vendor.lower() == "amd":
-        rates = replace(rates, gemm_share=rates.gemm_share * 0.75)
-    return rates
+    if cluster.gpu.name.startswith("MI"):
+        rates = replace(rates, gemm_share=rates.gemm_share * _INSTINCT)
+    return replace(rates, **_measured(cluster, rates))
+
+
+def _measured(cluster: ClusterSpec, rates: Rates) -> dict[str, float]:
+    """Rates that follow from what `moesaic calibrate` measured on these machines, by name. Matmuls take the fastest
+    shape, links the fastest group, a ratio of passes the middle one."""
+    held, found = cluster.rates, {}
+    kind = "bf16" if "matmul_bf16_forward" in held else "fp32"
+    forward = {(m, n, k): share for m, n, k, share in held.get(f"matmul_{kind}_forward", ())}
+    if forward and "bf16" in cluster.gpu.peak_flops:
+        found["gemm_share"] = max(forward.values()) * (1 + cluster.gpu.peak_flops["bf16"] / rates.gemm_half_peak)
+    backward = [
+        share / forward[m, n, k]
+        for m, n, k, share in held.get(f"matmul_{kind}_weight", ())
+        if forward.get((m, n, k), 0.0) > 0
+    ]
+    if backward:
+        found["weight_gradient_share"] = median(backward)
+    if held.get("memory"):
+        found["memory_share"] = max(speed for _, speed in held["memory"]) / cluster.gpu.memory_bandwidth
+    if held.get("launch"):
+        found["launch_seconds"] = median(row[0] for row in held["launch"])
+    near = [row for row in held.get("all_gather", ()) if row[0] == row[1]]
+    far = [row for row in held.get("all_gather", ()) if row[0] > row[1]]
+    if near:
+        best = max(near, key=lambda row: row[3])
+        found |= {"fast_latency": best[2], "fast_share": best[3] / cluster.gpu.link_bandwidth}
+        exchanges = [row[3] for row in held.get("all_to_all", ()) if row[0] == row[1]]
+        if exchanges:
+            found["alltoall_ratio"] = max(exchanges) / best[3]
+    if far:
+        best = max(far, key=lambda row: row[3])
+        found |= {"network_latency": best[2], "network_share": best[3] / cluster.network_bandwidth}
+    return found
