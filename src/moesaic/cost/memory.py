@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -127,6 +128,23 @@ class _Ranks:
     """[ranks]: where each rank's positions start in `flight`."""
 
 
+@dataclass(frozen=True)
+class _Anatomy:
+    """Which kind each part of a model is: all that what stands on the ranks depends on, besides the stages."""
+
+    of_layer: tuple[int, ...]
+    """Kind of each decoder layer."""
+    blocks: tuple[int, ...]
+    """Kind of each prediction block."""
+    count: int
+    """Kinds in all, PARTS among them as the last."""
+    tied: bool
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {name: self.count - len(PARTS) + place for place, name in enumerate(PARTS)}
+
+
 class _Kinds:
     """Arrays of every distinct kind of layer, then of the parts: the columns of all matrices here."""
 
@@ -134,9 +152,12 @@ class _Kinds:
         model, self.work, self.columns, self.habits = work.model, work, columns, habits
         blocks = model.mtp if work.mtp else ()
         self.layers, places = distinct_layers((*model.layers, *blocks))
-        self.of_layer, self.blocks = np.array(places[: len(model.layers)], np.int64), places[len(model.layers) :]
+        self.blocks = places[len(model.layers) :]
         self.parts = {name: len(self.layers) + place for place, name in enumerate(PARTS)}
         self.count = len(self.layers) + len(PARTS)
+        self.anatomy = _Anatomy(
+            tuple(places[: len(model.layers)]), tuple(self.blocks), self.count, model.tied_embeddings
+        )
         self.tables = [layer_kept(model, layer, work, columns, habits) for layer in self.layers]
         self.tables += [
             [],
@@ -257,9 +278,17 @@ def distinct_layers(layers: Sequence[LayerSpec]) -> tuple[list[LayerSpec], list[
 
 def _largest(values: Floats, present: Bools) -> Floats:
     """[n, kinds] and [ranks, kinds] → [n, ranks]: the largest value among the kinds of each rank."""
-    patterns, rank = np.unique(present, axis=0, return_inverse=True)
+    patterns, rank = _patterns(present.tobytes(), len(present))
     found = [values[:, pattern].max(axis=1) if pattern.any() else np.zeros(len(values)) for pattern in patterns]
-    return np.stack(found, axis=1)[:, rank.reshape(-1)]
+    return np.stack(found, axis=1)[:, rank]
+
+
+@lru_cache(maxsize=8192)
+def _patterns(present: bytes, ranks: int) -> tuple[Bools, Ints]:
+    """The different rows of a [ranks, kinds] table of truths, and which of them each rank has."""
+    table = np.frombuffer(present, bool).reshape(ranks, -1)
+    patterns, rank = np.unique(table, axis=0, return_inverse=True)
+    return patterns, rank.reshape(-1)
 
 
 def _groups(work: Workload, columns: Columns, kinds: _Kinds) -> Iterator[tuple[Ints, _Ranks]]:
@@ -278,10 +307,11 @@ def _groups(work: Workload, columns: Columns, kinds: _Kinds) -> Iterator[tuple[I
             int(columns.pp[one]),
             int(columns.schedule[one]),
         )
-        yield rows, _ranks(kinds, stages, pp, schedule, int(limit[one]), int(extra[one]))
+        yield rows, _ranks(kinds.anatomy, stages, pp, schedule, int(limit[one]), int(extra[one]))
 
 
-def _ranks(kinds: _Kinds, stages: tuple[Stage, ...], pp: int, schedule: int, most: int, ahead: int) -> _Ranks:
+@lru_cache(maxsize=8192)
+def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, most: int, ahead: int) -> _Ranks:
     chunks = len(stages) // pp
     here = np.stack([_stage_counts(kinds, stage) for stage in stages])
     passes = here.reshape(chunks, pp, kinds.count).transpose(1, 0, 2)
@@ -293,7 +323,7 @@ def _ranks(kinds: _Kinds, stages: tuple[Stage, ...], pp: int, schedule: int, mos
     embedding, head, mtp = kinds.parts["embedding"], kinds.parts["head"], kinds.parts["mtp"]
     # Prediction blocks embed tokens with a copy of the table; a tied head on the embedding's rank is the table itself.
     holds[:, embedding] = np.maximum(holds[:, embedding], holds[:, mtp] > 0)
-    if kinds.work.model.tied_embeddings:
+    if kinds.tied:
         holds[holds[:, embedding] > 0, head] = 0
     flight, first, at = [], [], 0
     for rank in range(pp):
@@ -305,9 +335,10 @@ def _ranks(kinds: _Kinds, stages: tuple[Stage, ...], pp: int, schedule: int, mos
     return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64))
 
 
-def _stage_counts(kinds: _Kinds, stage: Stage) -> Ints:
+def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:
     """[kinds] layers of each kind and parts on one virtual stage."""
-    counts = np.bincount(kinds.of_layer[list(stage.layers)], minlength=kinds.count)
+    held = np.array([kinds.of_layer[layer] for layer in stage.layers], np.int64)
+    counts = np.bincount(held, minlength=kinds.count)
     if stage.embed:
         counts[kinds.parts["embedding"]] += 1
     if stage.mtp and kinds.blocks:
