@@ -17,7 +17,7 @@ import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from moesaic.plan.launch import TARGETS, Plan, launch_files, plain_name
+from moesaic.plan.launch import TARGETS, Plan, launch_files, plain_name, write_launch_files
 from moesaic.plan.launch.bridge import bridge_config
 from moesaic.plan.launch.deepspeed import deepspeed_config
 from moesaic.plan.launch.parts import Draft
@@ -133,6 +133,16 @@ def test_slurm_keeps_nodes_of_a_domain_together():
 def test_unknown_targets_get_the_nearest():
     with pytest.raises(SpecError, match="did you mean 'megatron'"):
         launch_files("megatron-lm", example())
+
+
+def test_files_are_written_into_a_folder(tmp_path):
+    paths = write_launch_files("megatron", example(), tmp_path / "new" / "folder")
+    assert {path.name: path.read_text(encoding="utf-8") for path in paths} == launch_files("megatron", example())
+    with pytest.raises(SpecError, match="cannot be written to"):
+        write_launch_files("megatron", example(), paths[0])
+    with pytest.raises(SpecError, match="cannot start with ep above 1"):
+        write_launch_files("nanotron", plan("qwen2-57b-a14b", 8, ep=8, global_batch=64), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

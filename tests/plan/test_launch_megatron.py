@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from moesaic.cost.counts import parameters
 from moesaic.cost.workload import OFFLOAD, OVERLAP, PRECISIONS, RECOMPUTE, Workload
 from moesaic.plan.launch import Plan, check_flags, launch_files
 from moesaic.plan.launch.flags import known_flags
@@ -142,6 +143,59 @@ def test_presets_are_written_or_refused_with_a_reason(name):
     freq = args.get("--moe-layer-freq", f"([1]*{len(model.layers)})")
     wanted = [int(layer.moe is not None) for layer in model.layers]
     assert eval(freq) == wanted or "--num-experts" not in args
+
+
+def parameters_of(args: dict) -> int:
+    """Parameters of the model that arguments of Megatron-LM describe, without prediction blocks: its own arithmetic
+    (`megatron/training/theoretical_memory_usage.py`), with the biases and small vectors that it leaves out."""
+    hidden, heads, layers = args["--hidden-size"], args["--num-attention-heads"], args["--num-layers"]
+    biased = "--disable-bias-linear" not in args
+    norm = hidden * (1 if args["--normalization"] == "RMSNorm" else 2)
+    if "--multi-latent-attention" in args:
+        nope, rope, value = args["--qk-head-dim"], args["--qk-pos-emb-head-dim"], args["--v-head-dim"]
+        rank, query = args["--kv-lora-rank"], args.get("--q-lora-rank")
+        attention = hidden * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * hidden
+        wide = heads * (nope + rope)
+        attention += hidden * wide if query is None else hidden * query + query + query * wide
+    else:
+        each, groups = args["--kv-channels"], args.get("--num-query-groups", heads)
+        out = each * (heads + 2 * groups)
+        attention = hidden * out + each * heads * hidden
+        attention += (out if biased or "--add-qkv-bias" in args else 0) + (hidden if biased else 0)
+        attention += 2 * each if "--qk-layernorm" in args else 0
+        attention += heads if args.get("--softmax-type") == "learnable" else 0
+    gated = "--swiglu" in args or "--quick-geglu" in args
+
+    def mlp(width: int) -> int:
+        first = width * (2 if gated else 1)
+        return hidden * first + width * hidden + (first + hidden if biased else 0)
+
+    kinds = eval(str(args.get("--moe-layer-freq", f"([{int('--num-experts' in args)}]*{layers})")))
+    total = layers * (attention + 2 * norm) + norm + (layers - sum(kinds)) * mlp(args["--ffn-hidden-size"])
+    if sum(kinds):
+        experts = args["--num-experts"]
+        moe = experts * mlp(args["--moe-ffn-hidden-size"]) + hidden * experts + (experts if biased else 0)
+        shared = args.get("--moe-shared-expert-intermediate-size")
+        moe += mlp(shared) + (hidden if "--moe-shared-expert-gate" in args else 0) if shared else 0
+        total += sum(kinds) * moe
+    if args["--position-embedding-type"] == "learned_absolute":
+        total += args["--max-position-embeddings"] * hidden
+    return total + args["--vocab-size"] * hidden * (2 if "--untie-embeddings-and-output-weights" in args else 1)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_arguments_alone_give_the_models_parameters(name):
+    model = load_model_spec(name)
+    layout = next(legal_layouts(model, 1, seq_len=2048, global_batch=8))
+    draft = Draft("Megatron-LM")
+    try:
+        args = megatron_args(draft, Plan(Workload(model, 2048, 8), layout, ClusterSpec(gpu=H100, gpus=1), "one"))
+    except SpecError as error:
+        assert "cannot run" in str(error)
+        return
+    extra = sum(layer.moe.router.experts for layer in model.layers if layer.moe)
+    router_bias = extra if any("gives the router a bias" in note for note in draft.notes) else 0
+    assert parameters_of(args) - router_bias == parameters(model).total
 
 
 def test_deepseek_v3_is_what_its_published_recipe_says():

@@ -7,6 +7,7 @@ the top of the files. Nothing is left out silently.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from moesaic.spec.errors import SpecError, nearest
 
@@ -14,7 +15,7 @@ from . import bridge, deepspeed, megatron, nanotron, run_file, torchtitan
 from .flags import check_flags
 from .plan import Plan, plain_name
 
-__all__ = ["TARGETS", "Plan", "check_flags", "launch_files", "plain_name"]
+__all__ = ["TARGETS", "Plan", "check_flags", "launch_files", "plain_name", "write_launch_files"]
 
 TARGETS: dict[str, Callable[[Plan], dict[str, str]]] = {
     "megatron": megatron.files,
@@ -36,3 +37,19 @@ def launch_files(target: str, plan: Plan) -> dict[str, str]:
     if target not in TARGETS:
         raise SpecError(f"There is no launch target {target!r}; {nearest(target, TARGETS)}")
     return TARGETS[target](plan)
+
+
+def write_launch_files(target: str, plan: Plan, folder: Path) -> list[Path]:
+    """Writes the files of a target into a folder, which is made if need be; files of the same names are replaced.
+
+    Raises:
+        SpecError: as `launch_files`, before anything is written, or the folder cannot be written to.
+    """
+    files = launch_files(target, plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{str(folder)!r} cannot be written to: {error.strerror}.") from None
+    return [folder / name for name in files]

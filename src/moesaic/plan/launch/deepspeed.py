@@ -156,7 +156,9 @@ def _losses(draft: Draft, plan: Plan) -> None:
 def _hf_config(draft: Draft, model: ModelSpec) -> dict[str, Any]:
     if model.family == "moesaic" or not model.hf_config:
         raise draft.refuse(f"{model.name}; it has no Hugging Face model")
-    return {key: value for key, value in model.hf_config.items() if key not in ("name", "notes", "source")}
+    config = {key: value for key, value in model.hf_config.items() if key not in ("name", "notes", "source")}
+    # Models of another name but the same architecture (Kimi-K2) are known to Hugging Face by the architecture's.
+    return config | {"model_type": model.family}
 
 
 def _program(plan: Plan) -> str:

@@ -275,16 +275,22 @@ def _moe(draft: Draft, shape: Shape, moe: MoeSpec) -> Args:
         raise draft.refuse(f"{model.name} has a bias on its router alone; it has one only where linear layers have one")
     if router.select_bias:
         args |= {"--moe-router-enable-expert-bias": True, "--moe-router-bias-update-rate": 1e-3}
+    balance: Args = {"--moe-router-load-balancing-type": ["none"]}
     if model.balance_coefficient > 0:
-        balance: Args = {
+        # Both count perfect balance as 1.
+        balance = {
             "--moe-router-load-balancing-type": ["aux_loss"],
             "--moe-aux-loss-coeff": [f"{model.balance_coefficient:g}"],
         }
-    elif router.select_bias:
-        # The small loss per sequence that DeepSeek-V3 has beside the bias (arXiv 2412.19437, section 2.1.2).
+    elif router.select_bias and model.family == "deepseek_v3":
         balance = {"--moe-router-load-balancing-type": ["seq_aux_loss"], "--moe-aux-loss-coeff": ["0.0001"]}
+        draft.remark(
+            "experts are balanced as DeepSeek-V3's were: the selection bias moves by 1e-3 a step, and a loss of 1e-4 per "
+            "sequence (arXiv 2412.19437, section 4.2)"
+        )
+    elif router.select_bias:
+        draft.remark("experts are balanced by the selection bias alone, which moves by 1e-3 a step, Megatron's default")
     else:
-        balance = {"--moe-router-load-balancing-type": ["none"]}
         draft.remark("the model's config names no balancing loss: set --moe-router-load-balancing-type to train it")
     return args | balance
 
