@@ -58,7 +58,8 @@ def one(
 
 
 def test_expert_models_on_one_node() -> None:
-    """Mean at most 5 %, largest at most 12 %, with the default rates: none was set on these rows."""
+    """Mean at most 5 %, largest at most 12 %, with the default rates: their levels come from the dense rows below and
+    from kernels and collectives timed alone (`test_rates`), not from a fit to these rows."""
     errors = []
     for (name, pp, ep), rows in NODE.items():
         for batch, measured in rows.items():

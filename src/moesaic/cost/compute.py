@@ -348,6 +348,9 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     )
     ops += m.cast("experts.cast_middle", "moe_act", total * width, True)
     ops.append(m.grouped("experts.down", count, rows, hidden, width))
+    if spec.expert.bias:  # grouped matmuls have no bias of their own: it is added to both outputs, and summed backward
+        biased = BF16 * total * (ways * width + hidden)
+        ops.append(m.memory("experts.bias", "moe", 2 * biased, biased, kernels=2, in_moe=True))
     back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
     ops += [moved("permute.back", order), back, moved("permute.sum", send)]
     weights: Numbers = experts * hidden
