@@ -37,8 +37,10 @@ HERE = Path(__file__).parent
 TABLE = HERE / "published" / "measurements.csv"
 DATA = HERE.parent / "src" / "moesaic" / "cost" / "data" / "corrections.json"
 SCALARS = ("model", "gpu", "pair", "near", "reach", "word", "noise")
-LOOSE = 1.0
-"""How far a scale may go from its prior, as a standard deviation of its logarithm."""
+START = {"shares": 4.0, "stack": 0.6, "links": 0.5, "sizes": 0.3}
+"""Where the factors on the priors of blocks start: rates of parts may be off by much, effects of sizes are small."""
+LOOSE = 0.4
+"""How far a scale may go from its start, as a standard deviation of its logarithm."""
 FOLDS = 5
 _Z90 = 1.6449
 
@@ -62,7 +64,7 @@ class Score:
         self.along, self.differing = distances(d, d, same)
         self.ratio, self.experts = ratio, d.numbers["moe"]
         self.places = [np.flatnonzero(groups == group) for group in dict.fromkeys(groups)]
-        self.start = np.log([*[1.0] * len(BLOCKS), *[getattr(Widths({}), name) for name in SCALARS]])
+        self.start = np.log([*(START[block] for block in BLOCKS), *[getattr(Widths({}), name) for name in SCALARS]])
 
     def left_out(self, scales: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
         """(residual, spread) of groups left out and (residual, spread) of rows left out, [N] each."""

@@ -226,15 +226,11 @@ def terms(d: Description) -> dict[str, tuple[Floats, float]]:
         "efa, deepep": efa * (1 - alltoall),
     }
     found |= {f"wait, {name}": (wait * where, 0.25) for name, where in waits.items()}
-    for name in ("uccl", "nvshmem"):
-        found[f"long wait, {name}"] = (long_wait * word("backend", name), 0.25)
     found["long wait, efa"] = (long_wait * efa, 0.3)
     found["short steps"] = (np.log1p(n["short"]), 0.5)
     found["short steps, experts"] = (np.log1p(n["short"]) * moe, 0.5)
     for name in ("uccl", "nvshmem"):
         found[name] = (word("backend", name), 0.3)
-        found[f"{name}, ep"] = (word("backend", name) * (n["ep"] - 4), 0.2)
-        found[f"{name}, tokens"] = (word("backend", name) * tokens, 0.1)
     found |= {
         "natural routing": (word("routing", "natural"), 0.15),
         "dropped tokens": (word("routing", "dropped"), 0.15),

@@ -181,6 +181,23 @@ class Corrections:
             stretch=self.stretch,
         )  # fmt: skip
 
+    def left_out(self) -> tuple[Floats, Floats]:
+        """(mean, standard deviation) of log(measured / predicted) of each observed run from those of other groups, [R]:
+        what `without` gives, from one inverse per fold. With A the covariance, the residual of the rows g is
+        (A⁻¹)gg⁻¹ (A⁻¹ ratio)g, and its covariance (A⁻¹)gg⁻¹."""
+        mean, variance = np.zeros(len(self.seen)), np.zeros(len(self.seen))
+        groups = list(dict.fromkeys(self.group))
+        for widths in _distinct(self.folds.get(group, self.widths) for group in groups):
+            root, weights = _solve(self.seen, self.ratio, widths)
+            inverse = root.T @ root
+            for group in groups:
+                if self.folds.get(group, self.widths) == widths:
+                    place = np.flatnonzero(self.group == group)
+                    inner = np.linalg.inv(inverse[np.ix_(place, place)])
+                    mean[place] = self.ratio[place] - inner @ weights[place]
+                    variance[place] = np.diag(inner)
+        return mean, self.stretch[1] * np.sqrt(variance)
+
     def leave_one_out(self) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of log(measured / predicted) of each observed run from all the others, [R]:
         ratio − weight / diagonal of the inverse covariance (Rasmussen and Williams, eq. 5.12)."""

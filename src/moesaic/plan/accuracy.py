@@ -117,6 +117,8 @@ class Scored:
 def score(priced: Priced, fitted: Corrections) -> Scored:
     """Predicts every run: those that were fitted without their group, the others by everything."""
     count = len(priced.runs)
+    if priced.keys == fitted.keys:
+        return Scored(priced, *fitted.left_out(), (LEFT_OUT,) * count)
     mean, spread = np.zeros(count), np.zeros(count)
     known, groups = set(fitted.keys), np.array(priced.groups, dtype=object)
     seen = np.array([key in known for key in priced.keys], dtype=bool)

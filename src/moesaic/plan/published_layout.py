@@ -41,18 +41,25 @@ class Usual:
 
 
 def usual_of(row: Mapping[str, str], software: words.Software, hardware: str, work: Workload) -> Usual:
-    """Habits of Megatron-Bridge's recipes, read off the branches that its releases print: HybridEP and graphs of
-    attention and router on NVL72 machines from 25.11, HybridEP on other Blackwell from 26.02; from 26.06 its runs for
-    speed hide dispatch, and with mxfp8 on NVL72 launch the whole step as one graph."""
+    """Habits of Megatron-Bridge's recipes, read off the branches that other rows of its tables print.
+
+    NVL72 machines: HybridEP and graphs of attention and router from 25.11; HybridEP on other Blackwell from 26.02.
+    Experts over several nodes of eight with virtual stages: dispatch under another micro-batch's work, by DeepEP until
+    26.02. From 26.06 all runs for speed hide dispatch, and with mxfp8 on NVL72 launch the whole step as one graph.
+    """
     if software.framework in ("automodel", "hai-llm"):
         return Usual("deepep")
     match = re.match(r"(2\d\.\d\d)", software.release)
     release = float(match[1]) if match and software.framework == "megatron" else 0.0
     rack, notes = hardware in ("GB200", "GB300"), row.get("other_notes", "").lower()
+    across = not rack and (count_in(row, "ep") or 1) > 8 and (count_in(row, "vpp") or 1) > 1
     dispatcher = "hybridep" if release >= (25.11 if rack else 26.02) and hardware in BLACKWELL else "alltoall"
+    if across and 25.09 <= release < 26.04 and dispatcher == "alltoall":
+        dispatcher = "deepep"
     if release >= 26.06 and re.match(r"pretrain_(performance|weak)", notes):
         return Usual(dispatcher, "full" if rack and work.precision == "mxfp8" else "none", True)
-    return Usual(dispatcher, "part" if rack and release >= 25.11 and "recipe" not in notes else "none")
+    graphs = "part" if rack and release >= 25.11 and "recipe" not in notes else "none"
+    return Usual(dispatcher, graphs, across and release >= 25.09)
 
 
 def layout_of(
