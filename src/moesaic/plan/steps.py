@@ -38,14 +38,17 @@ class StepPicture:
 
 
 def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: Candidate) -> StepPicture:
-    """Simulates a candidate's step: a layer at the grain of its operations, the pipeline at the grain of stages."""
+    """Simulates a candidate's step: a layer at the grain of its operations, the pipeline at the grain of stages.
+
+    Times are those of the closed form, without the corrections of published runs.
+    """
     layout, rates = candidate.layout, rates_for(cluster, stack)
     pieces = layer_pieces(work, layout, cluster, rates)
     contention = Contention(1 + rates.slowdown, 1 + rates.slowdown)
     stages = _stages(work, layout, pieces, contention)
     whole = layout.micro_batches(work.global_batch)
     shown = min(whole, max(4, _ROUNDS * layout.pp * layout.virtual_stages // 2 // layout.pp * layout.pp))
-    paired = "experts" in layout.overlap and layout.schedule != "zero_bubble"
+    paired = "experts" in layout.overlap and (layout.pp == 1 or layout.virtual_stages > 1)
     count = len(stages)
     timeline = simulate_step(
         [each.forward for each in stages],
@@ -56,11 +59,12 @@ def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: 
         shown,
         virtual_stages=layout.virtual_stages,
         stage_backward=[each.backward for each in stages],
-        stage_pair=[each.pair for each in stages] if paired and layout.virtual_stages > 1 else None,
-        gradient_seconds=[candidate.time["data"] / count] * count,
-        overlap=layout.overlap,
-        optimizer_seconds=candidate.time["optimizer"],
-        offload_seconds=candidate.time["offload"],
+        stage_pair=[each.pair for each in stages] if paired else None,
+        # The exposed part only, so nothing of it is hidden once more.
+        gradient_seconds=[candidate.time["data"] / candidate.correction / count] * count,
+        overlap=(),
+        optimizer_seconds=candidate.time["optimizer"] / candidate.correction,
+        offload_seconds=candidate.time["offload"] / candidate.correction,
         contention=contention,
     )
     pace = max(
