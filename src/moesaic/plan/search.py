@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 
 from moesaic.cost.rates import Stack
-from moesaic.cost.workload import SHARDING, Bools, Columns, Floats, Workload
+from moesaic.cost.workload import SHARDING, Bools, Columns, Floats, Ints, Workload
 from moesaic.spec.cluster import ClusterSpec, GpuSpec, gpu_named, gpu_names
 from moesaic.spec.errors import SpecError
 from moesaic.spec.legal import Sizes, divisors
@@ -154,12 +154,20 @@ def _promising(fitting: Columns, pricer: Pricer, choices: Choices) -> Columns:
     """The fastest layouts with every option, and of the very fastest the ways to need less memory that nothing faster
     undercuts."""
     seconds = pricer.timed(_fullest(fitting, choices))
-    fastest = np.argsort(seconds, kind="stable")
-    fast = every_option(fitting.take(fastest[:_KEPT]), choices)
-    fast = fast.take(np.argsort(pricer.timed(fast), kind="stable")[:_CORRECTED])
-    lean = _fullest(_every_saving(fitting.take(fastest[:_SAVED]), choices), choices)
+    fast = every_option(fitting.take(_fastest(fitting, seconds, _KEPT)), choices)
+    fast = fast.take(_fastest(fast, pricer.timed(fast), _CORRECTED))
+    lean = _fullest(_every_saving(fitting.take(_fastest(fitting, seconds, _SAVED)), choices), choices)
     lean = lean.take(pareto(pricer.corrected(lean).seconds, pricer.memory_bytes(lean)))
     return joined([fast, every_option(lean, choices)])
+
+
+def _fastest(columns: Columns, seconds: Floats, most: int) -> Ints:
+    """The `most` fastest rows, and a quarter as many for each number of tokens that a rank works on at once, on which
+    corrections by published runs depend most."""
+    order = np.argsort(seconds, kind="stable")
+    tokens = columns.micro_batch[order] / (columns.cp[order] * columns.tp[order])
+    rows = [order[tokens == value][: most // 4] for value in np.unique(tokens)]
+    return np.unique(np.concatenate([order[:most], *rows]))
 
 
 def _every_saving(columns: Columns, choices: Choices) -> Columns:
