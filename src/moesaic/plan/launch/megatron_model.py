@@ -285,8 +285,8 @@ def _moe(draft: Draft, shape: Shape, moe: MoeSpec) -> Args:
     elif router.select_bias and model.family == "deepseek_v3":
         balance = {"--moe-router-load-balancing-type": ["seq_aux_loss"], "--moe-aux-loss-coeff": ["0.0001"]}
         draft.remark(
-            "experts are balanced as DeepSeek-V3's were: the selection bias moves by 1e-3 a step, and a loss of 1e-4 per "
-            "sequence (arXiv 2412.19437, section 4.2)"
+            "experts are balanced as DeepSeek-V3's were: the selection bias moves by 1e-3 a step, beside a loss of "
+            "1e-4 per sequence (arXiv 2412.19437, section 4.2)"
         )
     elif router.select_bias:
         draft.remark("experts are balanced by the selection bias alone, which moves by 1e-3 a step, Megatron's default")
