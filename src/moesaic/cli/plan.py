@@ -77,12 +77,17 @@ def plan(
     from moesaic.plan.around import changes
     from moesaic.plan.around import why as explain
     from moesaic.plan.search import search
-    from moesaic.spec.errors import SpecError
+    from moesaic.spec.errors import SpecError, nearest
 
     if why is not None and around is not None:
         raise SpecError("--why and --around ask two things: give one of them.")
     if (why is not None or around is not None) and (html is not None or trace is not None):
         raise SpecError("--html and --trace show the best layout of a search: leave --why and --around out.")
+    if launch is not None:
+        from moesaic.plan.launch import TARGETS
+
+        if launch not in TARGETS:
+            raise SpecError(f"There is no launch target {launch!r}: {nearest(launch, TARGETS)}")
     question = _question(
         source, gpus, gpu, seq_len, global_batch, precision, stack, memory_headroom, imbalance, moments, mtp, top,
         whole=not fewest_gpus,

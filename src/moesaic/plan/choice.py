@@ -59,6 +59,8 @@ def parse_choice(text: str) -> tuple[dict[str, int], dict[str, object]]:
         name, value = _option(word, words, text)
         if options.setdefault(name, value) != value:
             raise SpecError(f"layout {text!r} gives {name} twice, as {options[name]} and as {value}.")
+    if not degrees and not options:
+        raise SpecError("the layout is empty: write degrees, such as pp4 tp2 ep8.")
     return _degrees(degrees), options
 
 
