@@ -156,7 +156,7 @@ def main() -> None:
     }
     print("stretch", made.stretch, "scales", {block: round(scale, 2) for block, scale in scales.items()})
     print("widths", {name: round(getattr(made.widths, name), 3) for name in SCALARS})
-    ranks = rank_correlations(scored)
+    ranks = rank_correlations(priced, scored.seconds)
     print("rank correlation:", ", ".join(f"{name} {value:.2f} ({count})" for name, (value, count) in ranks.items()))
     if arguments.groups:
         groups = np.array(priced.groups, dtype=object)

@@ -229,13 +229,10 @@ def summary(scored: Scored, fitted: Corrections) -> dict[str, Any]:
         if one_out is not None:
             entry["leave one row out"] = errors((one_out - priced.ratio)[mask])
         found[name] = entry
-    ranked = rank_correlations(scored)
-    values = [value for value, _ in ranked.values() if not math.isnan(value)]
-    found["rank correlation"] = {
-        "groups": {name: {"correlation": value, "runs": count} for name, (value, count) in ranked.items()},
-        "mean": float(np.mean(values)) if values else None,
-        "lowest": float(np.min(values)) if values else None,
-    }
+    found["rank correlation"] = _ranks(rank_correlations(priced, scored.seconds))
+    if one_out is not None:
+        ranked = _ranks(rank_correlations(priced, priced.seconds * np.exp(one_out)))
+        found["rank correlation"]["leave one row out"] = ranked
     for name, of in BY.items():
         words = np.array([of(run) for run in priced.runs], dtype=object)
         found[f"by {name}"] = {
@@ -245,10 +242,21 @@ def summary(scored: Scored, fitted: Corrections) -> dict[str, Any]:
     return found
 
 
-def rank_correlations(scored: Scored) -> dict[str, tuple[float, int]]:
-    """Of predicted and measured tokens/s/GPU inside every group of expert runs with five or more layouts: (Spearman's
-    correlation, runs)."""
-    priced = scored.priced
+def _ranks(ranked: dict[str, tuple[float, int]]) -> dict[str, Any]:
+    values = [value for value, _ in ranked.values() if not math.isnan(value)]
+    return {
+        "groups": {
+            name: {"correlation": None if math.isnan(value) else value, "runs": count}
+            for name, (value, count) in ranked.items()
+        },
+        "mean": float(np.mean(values)) if values else None,
+        "lowest": float(np.min(values)) if values else None,
+    }
+
+
+def rank_correlations(priced: Priced, seconds: Floats) -> dict[str, tuple[float, int]]:
+    """Of predicted (from `seconds`, [N]) and measured tokens/s/GPU inside every group of expert runs with five or more
+    layouts: (Spearman's correlation, runs)."""
     groups, found = np.array(priced.groups, dtype=object), {}
     work = np.array([run.work.tokens / run.cluster.gpus for run in priced.runs])
     for group in sorted(set(groups)):
@@ -256,7 +264,7 @@ def rank_correlations(scored: Scored) -> dict[str, tuple[float, int]]:
         places = np.flatnonzero(mask)
         layouts = {priced.runs[place].layout for place in places}
         if len(layouts) >= 5 and priced.runs[places[0]].work.model.moe_layers:
-            predicted, measured = (work / seconds for seconds in (scored.seconds, priced.measured))
+            predicted, measured = (work / time for time in (seconds, priced.measured))
             found[group] = (rank_correlation(predicted[mask], measured[mask]), len(places))
     return found
 

@@ -84,17 +84,13 @@ def markdown(report: Report, name: str) -> str:
     ]
     ranks = summary.get("rank correlation", {})
     if ranks.get("groups"):
-        lines += [
-            "## Order of layouts",
-            "",
-            "Spearman's correlation of predicted and measured tokens/s/GPU, groups left out.",
-            "",
+        one = ranks.get("leave one row out", {}).get("groups", {})
+        lines += ["## Order of layouts", "", "Spearman's correlation of predicted and measured tokens/s/GPU.", ""]
+        rows = [
+            (group, v["runs"], _number(v["correlation"]), _number(one.get(group, {}).get("correlation")))
+            for group, v in ranks["groups"].items()
         ]
-        lines += _table(
-            ("group", "runs", "correlation"),
-            [(group, v["runs"], _number(v["correlation"])) for group, v in ranks["groups"].items()],
-        )
-        lines.append("")
+        lines += [*_table(("group", "runs", "group left out", "one row left out"), rows), ""]
     for by in BY:
         entries = summary.get(f"by {by}", {})
         lines += [f"## By {by}", ""]

@@ -90,6 +90,12 @@ def layout_of(
         if printed[column] is None and fsdp:
             printed[column] = 1
             assumed.append(f"{column} 1, as column {column} is empty and the rest is sharded data parallelism")
+    name = row.get("software", "").strip().lower()
+    if re.fullmatch(r"(tp|ep|dp|fsdp)(\+(tp|ep|dp|fsdp))*", name):  # a name that lists all degrees there are
+        for column in {"pp", "ep"} - set(name.split("+")):
+            if printed[column] is None:
+                printed[column] = 1
+                assumed.append(f"{column} 1, as the software {row['software']!r} names what there is")
     for column in ("tp", "pp") + (("ep",) if experts else ()):
         if printed[column] is None:
             raise SpecError(f"column {column} is empty, and nothing else in the row tells it.")

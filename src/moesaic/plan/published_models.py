@@ -51,7 +51,6 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-@cache
 def model_named(name: str, notes: str = "") -> ModelSpec:
     """The model that a table's cell means; remarks in brackets, as in "Llama3-70B (SFT)", play no part.
 
@@ -67,7 +66,7 @@ def model_named(name: str, notes: str = "") -> ModelSpec:
     if found is None:
         found = presets.find(re.sub(r"[-_ ](base|instruct|it|chat|thinking|hf)$", "", bare, flags=re.IGNORECASE))
     if found is not None:
-        return load_model_spec(found)
+        return _preset(found)
     if plain(bare) in DENSE:
         return _dense(bare, *DENSE[plain(bare)])
     for pattern, reason in UNKNOWN_KINDS:
@@ -80,6 +79,11 @@ def model_named(name: str, notes: str = "") -> ModelSpec:
         vocab = sizes.get("vocab", 51200)
         return _dense(bare, sizes["layers"], hidden, 4 * hidden, heads, heads, vocab, False, "gelu")
     raise SpecError(f"column model holds {name!r}, which is no model known here; {nearest(bare, presets.PRESETS)}")
+
+
+@cache
+def _preset(name: str) -> ModelSpec:
+    return load_model_spec(name)
 
 
 def _sizes_in(text: str) -> dict[str, int]:
