@@ -70,17 +70,17 @@ class Widths:
 
     terms: dict[str, float]
     """Prior width of each term's coefficient."""
-    model: float = 0.07
+    model: float = 0.06
     """The same, of a value of its own for every model, for every accelerator, and for every pair of both."""
-    gpu: float = 0.04
-    pair: float = 0.06
-    near: float = 0.14
+    gpu: float = 0.03
+    pair: float = 0.03
+    near: float = 0.16
     """Width of the smooth part."""
-    reach: float = 1.5
+    reach: float = 1.0
     """Distance along numbers, and"""
-    word: float = 5.0
+    word: float = 10.0
     """number of differing words, over which the smooth part forgets."""
-    noise: float = 0.05
+    noise: float = 0.04
     """Spread of one measurement."""
 
 
