@@ -99,6 +99,8 @@ def plan(
         answer = explain(question, text, count=top)
         if around is not None and answer.candidate is None:
             raise SpecError(f"{text} is not legal: {answer.illegal}")
+        if launch is not None and answer.candidate is None:
+            raise SpecError(f"{text} is not legal, so there is nothing to launch: {answer.illegal}")
         if around is not None:
             assert answer.candidate is not None
             found = changes(question, answer.candidate)[: 2 * top]
@@ -108,8 +110,7 @@ def plan(
                 answer, question
             )
         if launch is not None:
-            if answer.candidate is None:
-                raise SpecError(f"{text} is not legal, so there is nothing to launch.")
+            assert answer.candidate is not None
             _launch(launch, question, answer.candidate, out)
         return
     result = search(question, (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr)))
@@ -235,17 +236,11 @@ def _fewest(question: Question, quiet: bool) -> Question:
 
 
 def _launch(target: str, question: Question, candidate: Candidate, out: Path) -> None:
-    from moesaic.plan.launch import Plan, launch_files
+    from moesaic.plan.launch import Plan, plain_name, write_launch_files
 
-    name = question.work.model.name
-    files = launch_files(target, Plan(question.work, candidate.layout, question.cluster, name))
-    out.mkdir(parents=True, exist_ok=True)
-    for file, text in files.items():
-        path = out / file
-        path.write_text(text)
-        if file.endswith(".sh"):
-            path.chmod(0o755)
-    print(f"{', '.join(sorted(files))} in {out}", file=sys.stderr)
+    plan = Plan(question.work, candidate.layout, question.cluster, plain_name(question.work.model.name))
+    files = write_launch_files(target, plan, out)
+    print(f"{', '.join(sorted(file.name for file in files))} in {out}", file=sys.stderr)
 
 
 def _page(question: Question, result: PlanResult) -> str:
