@@ -70,8 +70,8 @@ def markdown(report: Report, name: str) -> str:
             "accelerator** (all releases and precisions together), and so are the widths of the corrections' terms. "
             "One figure per row, that of its step time; error is predicted / measured − 1, figures are of its absolute "
             "value. Intervals are meant to hold nine of ten. The constants of the closed form are from measured "
-            "kernels and collectives, not from these rows; where the fit of widths starts, and which terms there are, was "
-            "chosen looking at all of them."
+            "kernels and collectives, not from these rows; where the fit of widths starts, and which terms there are, "
+            "was chosen looking at all of them."
         ),
         "",
         *_table(("rows", "how", "n", "median", "mean", "p90", "largest", "in interval"), list(_headline(summary))),
