@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -18,7 +21,11 @@ from typing import Any
 import numpy as np
 
 from moesaic.cost.memory import memory
+from moesaic.cost.rates import Stack, rates_for
+from moesaic.cost.step import step_time
 from moesaic.cost.workload import RECOMPUTE, Columns, Workload, bits
+from moesaic.plan.search import Question, search
+from moesaic.spec.cluster import load_cluster
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import Layout, legal_layouts
 from moesaic.spec.tables import LayoutTable
@@ -64,6 +71,7 @@ def rates(price: Callable[[], Any], count: int, rounds: int = 3) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="deepseek-v3")
+    parser.add_argument("--gpu", default="h100")
     parser.add_argument("--gpus", type=int, default=2048)
     parser.add_argument("--layouts", type=int, default=100_000)
     options = parser.parse_args()
@@ -74,9 +82,35 @@ def main() -> None:
     listed = time.perf_counter() - start
     print(f"{options.model} on {options.gpus} GPUs: {len(found)} legal layouts listed in {listed:.1f} s,")
     print(f"priced as {len(columns)} with recompute sets, {len(columns.stage_lists)} stage lists")
+    cluster = load_cluster(options.gpu, options.gpus)
+    shares = rates_for(cluster, Stack())
     print(f"memory: {rates(lambda: memory(work, columns), len(columns))}")
+    print(f"time: {rates(lambda: step_time(work, columns, cluster, shares), len(columns))}")
+    print(f"both: {rates(lambda: (memory(work, columns), step_time(work, columns, cluster, shares)), len(columns))}")
     size = sum(getattr(columns, f.name).nbytes for f in fields(columns) if f.name != "stage_lists")
     print(f"columns: {size / len(columns):.0f} bytes a layout")
+    searched(Question(work, cluster))
+    asked(["plan", "mixtral-8x7b", "--gpus", "8", "--json"])
+
+
+def searched(question: Question) -> None:
+    """Prints what one search over all dimensions takes."""
+    start = time.perf_counter(), time.process_time()
+    result = search(question)
+    wall, processor = time.perf_counter() - start[0], time.process_time() - start[1]
+    print(f"search: {result.searched:,} layouts priced in {wall:.1f} s, {processor:.1f} s of one core")
+
+
+def asked(arguments: list[str]) -> None:
+    """Prints what a whole process takes for a small question, the best of three."""
+    walls, processors = [], []
+    for _ in range(3):
+        before, start = os.times(), time.perf_counter()
+        subprocess.run([sys.executable, "-m", "moesaic", *arguments], check=True, capture_output=True)
+        after = os.times()
+        walls.append(time.perf_counter() - start)
+        processors.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    print(f"moesaic {' '.join(arguments)}: {min(walls):.2f} s, {min(processors):.2f} s of one core")
 
 
 if __name__ == "__main__":

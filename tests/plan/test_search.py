@@ -59,18 +59,17 @@ def priced(case: str) -> tuple[list[Layout], Any, Any]:
     layouts = list(every_layout(one))
     columns = Columns.of(layouts)
     pricer = Pricer(one.work, one.cluster, one.stack)
-    return layouts, pricer.corrected(columns).seconds, pricer.memory_bytes(columns)
+    return layouts, pricer.timed(columns), pricer.memory_bytes(columns)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_best_is_the_fastest_of_all_that_fit(case: str) -> None:
-    """By 0.1 %: of thousands that are within some percent, published runs correct the fastest only."""
     layouts, seconds, held = priced(case)
     fits = held <= asked(case).limit_bytes
     assert fits.any() and answer(case).layouts
     best = answer(case).layouts[0]
     row = int(np.where(fits, seconds, np.inf).argmin())
-    assert seconds[row] * (1 - 1e-9) <= best.step_seconds <= seconds[row] * 1.001, f"missed {layouts[row]}"
+    assert best.step_seconds / best.correction == pytest.approx(seconds[row], rel=1e-9), f"missed {layouts[row]}"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -105,7 +104,7 @@ def test_parts_add_up(case: str) -> None:
         assert sum(each.time.values()) == pytest.approx(each.step_seconds, rel=1e-9)
         assert min(each.time.values()) >= 0 and min(each.memory.values()) >= 0 and each.hidden_seconds >= 0
         assert sum(each.memory.values()) == pytest.approx(float(pricer.memory_bytes(columns)[0]), rel=1e-9)
-        assert each.step_seconds == pytest.approx(float(pricer.corrected(columns).seconds[0]), rel=1e-9)
+        assert each.step_seconds == pytest.approx(each.correction * float(pricer.timed(columns)[0]), rel=1e-9)
         low, high = each.interval_seconds
         assert 0 < low <= each.step_seconds <= high
         tokens = one.work.tokens / each.step_seconds / one.cluster.gpus

@@ -192,4 +192,5 @@ def test_the_head_and_prediction_blocks_count_as_layers() -> None:
     assert 0 < len(stages[-1].layers) < min(len(stage.layers) for stage in stages[:-1])
     assert cost_of(stages, layers, behind) < cost_of(default_stages(16, 61, 1), layers, behind)
     known = Stages(Workload(spec, 4096, 64))
-    assert known.lists[int(known.index(np.array([16]), np.array([1]))[0])] == stages
+    place = int(known.index(np.array([16]), np.array([1]))[0])
+    assert known.lists[place] == stages
