@@ -155,10 +155,10 @@ class Machine:
 
     def exchange(
         self, name: str, module: str, cause: Cause, sent: Bytes, *, ratio: Numbers = 1.0, back: Numbers = 1.0,
-        messages: Numbers = 1.0, in_moe: bool = False, launches: int = 1,
+        messages: Numbers = 1.0, in_moe: bool = False, launches: int = 1, late: Numbers = 0.0,
     ) -> Op:  # fmt: skip
-        """A collective; backward repeats it `back` times."""
-        once = seconds(sent, self.cluster, self.rates, ratio, messages)
+        """A collective, which takes `late` seconds beside its bytes and latency; backward repeats it `back` times."""
+        once = seconds(sent, self.cluster, self.rates, ratio, messages) + late
         return Op(name, module, cause, once, once * back, launches=launches, network=sent.network > 0, in_moe=in_moe)
 
 
@@ -324,7 +324,10 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
         m.memory("router.choice", "", 4 * 4 * m.own * experts, kernels=8, in_moe=True),
     ]
     fused = c.dispatches("deepep", "hybridep")
-    ratio = np.where(gathered, 1.0, np.where(fused, rates.fused_ratio, rates.alltoall_ratio))
+    # DeepEP was made for nodes of eight; on links that join nodes its combine is slow.
+    beyond = c.dispatches("deepep") & (m.groups.ep.inside > m.cluster.node_size)
+    own_ratio = rates.fused_ratio * np.where(beyond, rates.deepep_beyond, 1.0)
+    ratio = np.where(gathered, 1.0, np.where(fused, own_ratio, rates.alltoall_ratio))
     sent = dispatch(
         m.own * work.imbalance, hidden, BF16, (experts, top_k, router.groups_kept, router.groups), c, m.groups,
         copy_per_rank=rates.copy_per_rank > 0,
@@ -332,7 +335,12 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     send, order = _row_moves(router.top_k, total, machine)
     # Where norms are recomputed, what was gathered of their outputs is gathered again (MegaScale-MoE, Fig. 8b).
     again = 1 + np.where(gathered, np.maximum(rates.regather, c.recomputes("layernorm")), 0.0)
-    there = m.exchange("dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3)
+    # Where network cards need the host, each exchange has a cost, and each row that a kernel sends on its own.
+    crossing = np.asarray(sent.network) / (BF16 * hidden)
+    late = np.where(crossing > 0, rates.exchange_seconds + np.where(fused, crossing * rates.row_seconds, 0.0), 0.0)
+    there = m.exchange(
+        "dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3, late=late
+    )
     ops += _shared(spec, machine)
     ops += [moved("permute.send", send), there, moved("permute.arrive", order)]
     ops += m.cast("experts.cast_input", "moe", total * hidden, True)
@@ -351,7 +359,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     if spec.expert.bias:  # grouped matmuls have no bias of their own: it is added to both outputs, and summed backward
         biased = BF16 * total * (ways * width + hidden)
         ops.append(m.memory("experts.bias", "moe", 2 * biased, biased, kernels=2, in_moe=True))
-    back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3)
+    back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3, late=late)
     ops += [moved("permute.back", order), back, moved("permute.sum", send)]
     weights: Numbers = experts * hidden
     if spec.shared is not None:

@@ -10,6 +10,8 @@ s  SimuMax 1.2's B200 system file (github.com/MooreThreads/SimuMax): grouped GEM
 m  Megatron-Core MoE report (arXiv 2603.07685), tables of dispatchers and attention kernels.
 g  MegaScale-MoE (arXiv 2505.11432), figures 7 and 13, table 5.
 d  DeepSeek's published training trace (github.com/deepseek-ai/profile-data): 96 % of communication hidden.
+h  HybridEP's published bandwidths beside DeepEP's (github.com/deepseek-ai/DeepEP, branch hybrid-ep).
+w  AWS's runs of Megatron-Bridge over EFA (github.com/awslabs/awsome-distributed-ai, 46 rows of two models).
 c  Calculon (SC'23): 2 % to 15 % of compute lost while communication runs.
 x  assumed, in the range of published traces.
 """
@@ -109,6 +111,9 @@ class Rates:
     """Bandwidth of NCCL's all-to-all over that of its all-gather. (a: 0.66 to 0.72 of the link; g: 0.75 in Fig. 7)"""
     fused_ratio: float = 0.8
     """The same for DeepEP and HybridEP. (m: 0.69 to 0.77 of the link on GB200)"""
+    deepep_beyond: float = 0.5
+    """What DeepEP reaches of that where a fast domain has several nodes. (h: 450 and 164 GB/s against 484 and 465 for
+    dispatch and combine over GB200s of several nodes)"""
     regather: float = 1.0
     """1 where backward gathers again what forward gathered, instead of keeping it (Megatron's sequence parallelism,
     MegaScale-MoE's Fig. 8), 0 where it is kept."""
@@ -122,6 +127,11 @@ class Rates:
     """Seconds of a collective over fast links that carries nothing. (a: 34 to 53 µs on 8 GPUs)"""
     network_latency: float = 60e-6
     """The same with other domains in the group. (x)"""
+    exchange_seconds: float = 0.0
+    """Seconds beside bytes and latency that sending rows to experts, or back, takes over a network that needs the host
+    for every message."""
+    row_seconds: float = 0.0
+    """Seconds of each row that DeepEP or HybridEP send over such a network, one message each."""
     # ------------------------------------------------------------ overlap
     hidden_tensor: float = 0.6
     """Share of tensor-parallel communication hidden under its matmuls where that is asked for. (x)"""
@@ -177,6 +187,14 @@ _SUPERCHIP_HALF_PEAK = 5.5e15
 mxfp8 matmuls on GB200, attention at 1,324 and 1,083)"""
 
 
+_HOST_NETWORK = {"exchange_seconds": 3.2e-3, "row_seconds": 0.9e-6}
+"""Of EFA at 400 Gbit/s per accelerator, whose cards start no message without the host; half at twice the speed. (w: a
+layer of 512 tokens a rank takes 18 ms with its four exchanges over two nodes of H100 and 11 ms over two of B300,
+whatever the library; each further 1,536 tokens a rank add 5 to 22 ms with DeepEP's ports)"""
+_HOST_NETWORK_SPEED = 50e9
+"""Bytes per second at which those hold."""
+
+
 _INSTINCT = 0.75
 """What libraries for AMD Instinct reach of that share. (x)"""
 
@@ -200,6 +218,9 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
     if cluster.gpu.name.startswith("GB"):
         rates = replace(rates, gemm_half_peak=_SUPERCHIP_HALF_PEAK)
+    if cluster.network == "efa":
+        slower = _HOST_NETWORK_SPEED / cluster.network_bandwidth
+        rates = replace(rates, **{name: value * slower for name, value in _HOST_NETWORK.items()})
     if cluster.gpu.name.startswith("MI"):
         rates = replace(rates, gemm_share=rates.gemm_share * _INSTINCT)
     return replace(rates, **_measured(cluster, rates))

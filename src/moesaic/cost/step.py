@@ -292,7 +292,11 @@ def _bubble(
 def _data(
     dense: Floats, expert: Floats, machine: Machine, micro: Floats, forward: Floats, backward: Floats
 ) -> tuple[Floats, Floats]:
-    """Exposed and hidden seconds of reducing gradients and gathering parameters."""
+    """Exposed and hidden seconds of reducing gradients and gathering parameters.
+
+    What forward gathers runs under forward; what backward gathers again and what it reduces share one network, and run
+    under backward together.
+    """
     work, columns, cluster, rates, g = machine.work, machine.columns, machine.cluster, machine.rates, machine.groups
     reduce, gather = np.zeros(len(columns)), np.zeros(len(columns))
     for count, ranks in ((dense, g.data), (expert, g.edp)):
@@ -300,6 +304,8 @@ def _data(
         reduce = reduce + seconds(gradients, cluster, rates)
         gather = gather + seconds(parameters, cluster, rates)
     chunks = columns.virtual_stages
+    again = np.where(columns.sharding == 3, 0.5, 0.0)
+    first, second = gather * (1 - again), gather * again
 
     def under(time: Floats, window: Floats, passes: Floats) -> Floats:
         """Seconds of `time` that run under compute. Of a rank's chunks only the first one's parameters are needed, and
@@ -308,11 +314,11 @@ def _data(
         rest = (chunks - 1) / chunks
         return first + np.minimum(time * rest, np.maximum(passes, columns.pp) * window * rest)
 
-    cover = rates.hidden_gradients * (1 - rates.slowdown_network)
-    passes = np.where(columns.sharding >= 2, micro, 1.0)
-    hidden = np.where(columns.overlaps("gradients"), under(reduce, backward, passes) * cover, 0.0)
-    passes = np.where(columns.sharding == 3, 2 * micro, 1.0)
-    hidden = hidden + np.where(columns.overlaps("parameters"), under(gather, forward, passes) * cover, 0.0)
+    reduces, gathers = columns.overlaps("gradients"), columns.overlaps("parameters")
+    front = under(np.where(gathers, first, 0.0), forward, np.where(columns.sharding == 3, micro, 1.0))
+    behind = np.where(reduces, reduce, 0.0) + np.where(gathers, second, 0.0)
+    hidden = front + under(behind, backward, np.where(columns.sharding >= 2, micro, 1.0))
+    hidden = hidden * rates.hidden_gradients * (1 - rates.slowdown_network)
     return reduce + gather - hidden, hidden
 
 

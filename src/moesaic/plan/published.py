@@ -219,7 +219,7 @@ def run_of(row: Mapping[str, str]) -> Run:
         precision=work.precision,
         work=work,
         layout=layout,
-        cluster=load_cluster(hardware, gpus),
+        cluster=load_cluster(hardware, gpus, network=network),
         stack=Stack(
             software.framework, software.release, graphs != "none", routing != "natural", words.fused_of(notes)
         ),

@@ -125,6 +125,9 @@ def layout_of(
     virtual = printed["vpp"] or 1
     if pp == 1:
         virtual = 1
+    elif printed["vpp"] is None and re.search(r"megatron-core|mcore", row.get("software", "").lower()):
+        virtual = _finest(len(work.model.layers), pp, work.global_batch // (micro * dp))
+        assumed.append(f"{virtual} virtual stages, as Megatron-Core interleaves and its report prints no vpp")
     stages, virtual = _stages(work, pp, virtual, notes, assumed)
     dispatcher = "local" if ep * etp == 1 else words.dispatcher_of(row.get("dispatcher", ""))
     if dispatcher is None:
@@ -198,7 +201,28 @@ def _stages(work: Workload, pp: int, virtual: int, notes: str, assumed: list[str
             Stage(i == 0, tuple(range(cuts[i], cuts[i + 1])), i == count - 1 and mtp > 0, i == count - 1)
             for i in range(count)
         ), virtual
+    if mtp and count > 1 and layers % count:
+        assumed.append("layers dealt with the prediction block and head as three, as Megatron-Bridge's recipes do")
+        return _light_end(count, layers), virtual
     return default_stages(count, layers, mtp), virtual
+
+
+def _finest(layers: int, pp: int, micro_batches: int) -> int:
+    """The most virtual stages of equally many layers that a tuned run without printed ones may have."""
+    return layers // pp if layers % pp == 0 and micro_batches % pp == 0 else 1
+
+
+def _light_end(count: int, layers: int) -> tuple[Stage, ...]:
+    """`count` stages with fewer layers on the last, where a prediction block and the head weigh as much as three: of 61
+    layers 4·15 + 1 on 16 stages, 1 + 2·30 + 0 on 32 (Megatron-Bridge's `Et*4|(t*4|)*14tmL` and `Et|(tt|)*30mL`)."""
+    last = max(0, -(-(layers + 3) // count) - 3)
+    each, more = divmod(layers - last, count - 1)
+    sizes = [each] * (count - 1 - more) + [each + 1] * more + [last]
+    stops = [sum(sizes[: i + 1]) for i in range(count)]
+    return tuple(
+        Stage(i == 0, tuple(range(stop - size, stop)), i == count - 1, i == count - 1)
+        for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))
+    )
 
 
 def _schedule(notes: str, virtual: int) -> str:

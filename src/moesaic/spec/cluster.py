@@ -69,6 +69,8 @@ class ClusterSpec(Spec):
     """Measured on these very machines by `moesaic calibrate`, for the cost model; empty where none were. Names and
     columns are those of `RATE_COLUMNS`."""
     gpus_per_node: int | None = None
+    network: str = ""
+    """What joins domains where it is no InfiniBand or RoCE, whose cards move data on their own: "efa" (AWS)."""
 
     @property
     def node_size(self) -> int:
@@ -119,12 +121,14 @@ def load_cluster(
     nic_gbps: float | None = None,
     link_gb_per_s: float | None = None,
     memory_gib: float | None = None,
+    network: str = "",
 ) -> ClusterSpec:
     """So many accelerators of the catalogue, or the cluster that a TOML file describes (`spec.gpus.tables`).
 
     gpu: a name as `gpu_named` takes it, or the path of a file. gpus: accelerators in all; a file may give them. What is
     given besides replaces the file's or the maker's figure: domain and gpus_per_node in accelerators, nic_gbps in
-    Gbit/s per accelerator and direction, link_gb_per_s in GB/s per direction, memory_gib in GiB.
+    Gbit/s per accelerator and direction, link_gb_per_s in GB/s per direction, memory_gib in GiB. network: as in
+    `ClusterSpec`.
 
     Raises:
         SpecError: unknown accelerator, file, key or value, or an accelerator that lacks a figure.
@@ -164,6 +168,7 @@ def load_cluster(
         gpus_per_node=keys.gpus_per_node if gpus_per_node is None else gpus_per_node,
         nic_bandwidth=None if nic is None else nic * _NIC,
         rates=rates,
+        network=network,
     )
 
 
