@@ -25,6 +25,7 @@ from .workload import Bools, Floats
 
 __all__ = [
     "BLOCKS",
+    "NINE_IN_TEN",
     "Corrected",
     "Corrections",
     "Description",
@@ -41,7 +42,8 @@ __all__ = [
     "to_json",
 ]
 
-_Z90 = 1.6449
+NINE_IN_TEN = 1.6449
+"""Standard deviations on each side that hold 90 % of a normal distribution."""
 """Standard deviations on either side that hold nine of ten."""
 
 _SCALES = {
@@ -208,7 +210,7 @@ class Corrections:
     def apply(self, d: Description, seconds: Floats) -> Corrected:
         """Corrects the predicted `seconds` [N] of the runs `d`."""
         mean, spread = self.estimate(d)
-        middle, half = seconds * np.exp(mean), _Z90 * spread
+        middle, half = seconds * np.exp(mean), NINE_IN_TEN * spread
         return Corrected(middle, middle * np.exp(-half), middle * np.exp(half), spread)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.cost.corrections import Corrections, Description, corrections, describe
+from moesaic.cost.corrections import NINE_IN_TEN, Corrections, Description, corrections, describe
 from moesaic.cost.memory import memory
 from moesaic.cost.rates import rates_for
 from moesaic.cost.step import step_time
@@ -24,7 +24,6 @@ from moesaic.spec.errors import MoesaicError
 from .published import Published, Run, Skipped, read_published
 
 GIB = 2**30
-_Z90 = 1.6449
 LEFT_OUT, FULL = "left out", "all"
 
 
@@ -111,7 +110,7 @@ class Scored:
     @property
     def covered(self) -> np.ndarray[Any, Any]:
         """Whether the interval holds the measurement."""
-        return np.abs(self.priced.ratio - self.mean) <= _Z90 * self.spread
+        return np.abs(self.priced.ratio - self.mean) <= NINE_IN_TEN * self.spread
 
 
 def score(priced: Priced, fitted: Corrections) -> Scored:
@@ -313,7 +312,7 @@ def report(published: Published, fitted: Corrections) -> Report:
 
 def _rows(scored: Scored, place: int) -> list[dict[str, Any]]:
     run, seconds = scored.priced.runs[place], float(scored.seconds[place])
-    factor = math.exp(_Z90 * float(scored.spread[place]))
+    factor = math.exp(NINE_IN_TEN * float(scored.spread[place]))
     middle = run.quantities(seconds)
     ends = (run.quantities(seconds / factor), run.quantities(seconds * factor))
     rows = []

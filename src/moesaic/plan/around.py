@@ -58,12 +58,14 @@ def why(question: Question, text: str, count: int = 6) -> Why:
         layout = legal_choice(question, degrees, options)
     except SpecError as error:
         return Why(text, str(error), None, _best(question), False, ())
-    candidate = Pricer(question.work, question.cluster, question.stack).candidates(Columns.of([layout]))[0]
+    best = _best(question)
+    pricer = Pricer(question.work, question.cluster, question.stack)
+    candidate = pricer.candidates(Columns.of([layout]), best.scale if best else None)[0]
     fits = candidate.memory_bytes <= question.limit_bytes
     found = changes(question, candidate)
     if not fits:
         found = [change for change in found if change.fits]
-    return Why(text, "", candidate, _best(question), fits, tuple(found[:count]))
+    return Why(text, "", candidate, best, fits, tuple(found[:count]))
 
 
 def _best(question: Question) -> Candidate | None:
@@ -84,6 +86,7 @@ def changes(question: Question, candidate: Candidate) -> list[Change]:
     good = works_together(columns)
     pricer = Pricer(question.work, question.cluster, question.stack)
     kept = [pair for pair, fine in zip(pairs, good, strict=True) if fine]
+    priced = pricer.candidates(columns.take(np.flatnonzero(good)), candidate.scale)
     found = [
         Change(
             what,
@@ -91,7 +94,7 @@ def changes(question: Question, candidate: Candidate) -> list[Change]:
             candidate.step_seconds / other.step_seconds - 1,
             other.memory_bytes <= question.limit_bytes,
         )
-        for (what, _), other in zip(kept, pricer.candidates(columns.take(np.flatnonzero(good))), strict=True)
+        for (what, _), other in zip(kept, priced, strict=True)
     ]
     return sorted(found, key=lambda change: -change.gain)
 
@@ -150,6 +153,7 @@ def _other_degrees(question: Question, layout: Layout) -> Iterator[tuple[str, La
         changed = replace(
             layout,
             **degrees._asdict(),
+            cp_kind=layout.cp_kind if degrees.cp > 1 else "ulysses",
             virtual_stages=virtual,
             schedule=_schedule(layout, degrees.pp, virtual),
             dispatcher=dispatcher,

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from moesaic.cost.workload import DISPATCHERS, OFFLOAD, OVERLAP, RECOMPUTE, SCHEDULES, SHARDING, Columns, bits
 from moesaic.spec.errors import SpecError, nearest
 from moesaic.spec.layout import DENSE, EXPERT, Layout, parse_degrees, resolve_layout
@@ -38,8 +36,6 @@ _SINGLE = {
     **dict.fromkeys(DISPATCHERS, "dispatcher"), "ulysses": "cp_kind", "ring": "cp_kind", "zero_bubble": "schedule",
 }  # fmt: skip
 """Words that stand alone, and the option that they give."""
-_LOOKED_AT = 1024
-"""Fastest ways to run given degrees that are corrected by published runs."""
 
 
 def parse_choice(text: str) -> tuple[dict[str, int], dict[str, object]]:
@@ -117,8 +113,7 @@ def legal_choice(question: Question, degrees: dict[str, int], options: dict[str,
     else:
         lean = (bits(RECOMPUTE, choices.recompute[0]), bits(OFFLOAD, choices.offload[0]))
         rows = rows.take((rows.recompute == lean[0]) & (rows.offload == lean[1]))
-    rows = rows.take(np.argsort(pricer.timed(rows), kind="stable")[:_LOOKED_AT])
-    best = int(pricer.corrected(rows).seconds.argmin())
+    best = int(pricer.timed(rows).argmin())
     return next(layouts_of(rows.take([best]), question.work.model))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.cost.corrections import Corrected, corrections, describe
+from moesaic.cost.corrections import NINE_IN_TEN, corrections, describe
 from moesaic.cost.counts import flops_per_token
 from moesaic.cost.habits import habits_for
 from moesaic.cost.memory import Memory, memory
@@ -14,7 +14,7 @@ from moesaic.cost.workload import Bools, Columns, Floats, Workload
 from moesaic.spec.cluster import ClusterSpec
 from moesaic.spec.layout import Layout
 
-from .result import MEMORY_PARTS, TIME_PARTS, Candidate
+from .result import MEMORY_PARTS, TIME_PARTS, Candidate, Scale
 from .space import layouts_of
 
 _CHUNK = 65536
@@ -46,38 +46,43 @@ class Pricer:
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def corrected(self, columns: Columns) -> Corrected:
-        """Seconds of a step as published runs correct them, with bounds, arrays [N]."""
-        return self._corrected(columns, step_time(self.work, columns, self.cluster, self.rates))
+    def scale_of(self, columns: Columns) -> Scale:
+        """What published runs say of the closed form for these layouts together: the median of the factors that they
+        give to each, with bounds that also hold how far those differ.
 
-    def _corrected(self, columns: Columns, time: StepTime) -> Corrected:
-        described = describe(self.work, columns, self.cluster, self.stack, time)
-        return corrections().apply(described, time.total)
+        One factor for all keeps the order of the closed form. Factors of single layouts follow options that published
+        runs rarely vary on their own, and rank no better (docs/accuracy.md).
+        """
+        time = step_time(self.work, columns, self.cluster, self.rates)
+        mean, spread = corrections().estimate(describe(self.work, columns, self.cluster, self.stack, time))
+        middle = float(np.median(mean))
+        half = NINE_IN_TEN * float(np.hypot(np.median(spread), mean.std()))
+        return Scale(float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)))
 
     def fits(self, columns: Columns, limit_bytes: float) -> Bools:
         """Which layouts need no more than `limit_bytes`."""
         return self.memory_bytes(columns) <= limit_bytes
 
-    def candidates(self, columns: Columns) -> list[Candidate]:
-        """Every row in full."""
+    def candidates(self, columns: Columns, scale: Scale | None = None) -> list[Candidate]:
+        """Every row in full, its seconds scaled by `scale`, or by what published runs say of these rows."""
         if len(columns) == 0:
             return []
         held = memory(self.work, columns, self.habits)
         time = step_time(self.work, columns, self.cluster, self.rates)
-        bounds = self._corrected(columns, time)
+        scale = scale or self.scale_of(columns)
         return [
-            self._candidate(row, layout, held, time, bounds)
+            self._candidate(row, layout, held, time, scale)
             for row, layout in enumerate(layouts_of(columns, self.work.model))
         ]
 
-    def _candidate(self, row: int, layout: Layout, held: Memory, time: StepTime, bounds: Corrected) -> Candidate:
-        total = float(bounds.seconds[row])
-        factor = total / float(time.total[row])
+    def _candidate(self, row: int, layout: Layout, held: Memory, time: StepTime, scale: Scale) -> Candidate:
+        closed, factor = float(time.total[row]), scale.factor
+        total = closed * factor
         tokens = self.work.tokens / total / layout.world
         return Candidate(
             layout=layout,
             step_seconds=total,
-            interval_seconds=(float(bounds.low[row]), float(bounds.high[row])),
+            interval_seconds=(closed * scale.low, closed * scale.high),
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tokens * self.flops / 1e12,
             memory={name: float(getattr(held, name)[row]) for name in MEMORY_PARTS},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from moesaic.cost.rates import Stack
 from moesaic.cost.workload import Workload
@@ -20,6 +20,14 @@ TIME_PARTS = (
 ALWAYS_OVERLAPPED = ("gradients", "parameters", "tensor")
 """Overlap that a stack which has it always uses, so that no text names it."""
 _COMMUNICATION = ("dispatch", "tensor", "context", "pipeline", "data", "offload")
+
+
+class Scale(NamedTuple):
+    """What published runs say of the closed form's seconds for one question: a factor, and bounds of nine in ten."""
+
+    factor: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,12 @@ class Candidate:
     correction: float = 1.0
     """What published runs multiply the closed form's seconds by; it is in all of the above."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> Scale:
+        """What its seconds were scaled by."""
+        closed = self.step_seconds / self.correction
+        return Scale(self.correction, self.interval_seconds[0] / closed, self.interval_seconds[1] / closed)
 
     @property
     def memory_bytes(self) -> float:

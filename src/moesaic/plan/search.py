@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 
 from moesaic.cost.rates import Stack
-from moesaic.cost.workload import SHARDING, Bools, Columns, Floats, Ints, Workload
+from moesaic.cost.workload import SHARDING, Bools, Columns, Floats, Workload
 from moesaic.spec.cluster import ClusterSpec, GpuSpec, gpu_named, gpu_names
 from moesaic.spec.errors import SpecError
 from moesaic.spec.legal import Sizes, divisors
@@ -26,8 +26,8 @@ _SHORTEST = 128
 """Tokens of the shortest sequence that is offered as a way out of too little memory."""
 _KEPT = 4096
 """Fastest layouts, with an all-to-all and all the overlap they allow, that get every dispatcher and overlap."""
-_CORRECTED = 1024
-"""Of all these the fastest, which published runs correct (that takes twenty times longer than the closed form)."""
+_SCALED = 64
+"""Fastest layouts whose corrections by published runs scale the seconds of all."""
 _SAVED = 64
 """Of the fastest layouts, those that are also looked at with less memory than they need to fit."""
 
@@ -71,11 +71,12 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     columns, held = columns.take(good), held[good]
     if len(columns) == 0:  # buffers of every dispatcher tried took what was left
         raise SpecError(nothing_fits(question, base, pricer, choices))
-    seconds = pricer.corrected(columns).seconds
+    seconds = pricer.timed(columns)
     order = np.argsort(seconds, kind="stable")
     columns, seconds, held = columns.take(order), seconds[order], held[order]
-    best = pricer.candidates(columns.take(_distinct(columns, question.top)))
-    front = pricer.candidates(columns.take(_spread(pareto(seconds, held), _SHOWN_FRONT)))
+    scale = pricer.scale_of(columns.take(slice(_SCALED)))
+    best = pricer.candidates(columns.take(_distinct(columns, question.top)), scale)
+    front = pricer.candidates(columns.take(_spread(pareto(seconds, held), _SHOWN_FRONT)), scale)
     best.sort(key=lambda each: each.step_seconds)
     return PlanResult(
         question.work,
@@ -154,20 +155,12 @@ def _promising(fitting: Columns, pricer: Pricer, choices: Choices) -> Columns:
     """The fastest layouts with every option, and of the very fastest the ways to need less memory that nothing faster
     undercuts."""
     seconds = pricer.timed(_fullest(fitting, choices))
-    fast = every_option(fitting.take(_fastest(fitting, seconds, _KEPT)), choices)
-    fast = fast.take(_fastest(fast, pricer.timed(fast), _CORRECTED))
-    lean = _fullest(_every_saving(fitting.take(_fastest(fitting, seconds, _SAVED)), choices), choices)
-    lean = lean.take(pareto(pricer.corrected(lean).seconds, pricer.memory_bytes(lean)))
-    return joined([fast, every_option(lean, choices)])
-
-
-def _fastest(columns: Columns, seconds: Floats, most: int) -> Ints:
-    """The `most` fastest rows, and a quarter as many for each number of tokens that a rank works on at once, on which
-    corrections by published runs depend most."""
     order = np.argsort(seconds, kind="stable")
-    tokens = columns.micro_batch[order] / (columns.cp[order] * columns.tp[order])
-    rows = [order[tokens == value][: most // 4] for value in np.unique(tokens)]
-    return np.unique(np.concatenate([order[:most], *rows]))
+    fast = every_option(fitting.take(order[:_KEPT]), choices)
+    fast = fast.take(np.argsort(pricer.timed(fast), kind="stable")[:_KEPT])
+    lean = _fullest(_every_saving(fitting.take(order[:_SAVED]), choices), choices)
+    lean = lean.take(pareto(pricer.timed(lean), pricer.memory_bytes(lean)))
+    return joined([fast, every_option(lean, choices)])
 
 
 def _every_saving(columns: Columns, choices: Choices) -> Columns:
@@ -367,5 +360,5 @@ def _notes(question: Question) -> tuple[str, ...]:
         f"context parallelism is tried up to {most['cp']} (pieces of 1,024 tokens)",
         "layers are dealt to stages by their FLOPs",
         f"every dispatcher and overlap is tried with the {_KEPT:,} layouts that are fastest with an all-to-all",
-        f"the {_CORRECTED:,} fastest are corrected by published runs",
+        "one factor from published runs scales all times; layouts are ranked by the closed form",
     )
