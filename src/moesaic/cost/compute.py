@@ -7,7 +7,7 @@ Letters: D hidden, T tokens of the tensor-parallel group, t a rank's own tokens,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -41,7 +41,7 @@ class Op:
     forward: Numbers = 0.0
     backward_input: Numbers = 0.0
     backward_weight: Numbers = 0.0
-    launches: int = 1
+    launches: Numbers = 1
     """Kernels of its forward; backward has as many for each gradient it makes."""
     network: Numbers = False
     """Whether a collective leaves the fast domain."""
@@ -146,12 +146,15 @@ class Machine:
             name, module, "memory_bound", forward / speed + fixed, back / speed + fixed, launches=kernels, in_moe=in_moe
         )
 
-    def cast(self, name: str, module: str, elements: Numbers, in_moe: bool = False) -> list[Op]:
+    def cast(
+        self, name: str, module: str, elements: Numbers, in_moe: bool = False, launches: Numbers = 1
+    ) -> list[Op]:
         """Quantising a matmul's input in forward, and its output's gradient (taken as equally large) in backward."""
         if self.low <= self.bf16:
             return []
         moved = _FP8_CASTS * elements
-        return [self.memory(name, module, moved, moved, in_moe=in_moe)]
+        made = self.memory(name, module, moved, moved, in_moe=in_moe)
+        return [replace(made, launches=launches)]
 
     def exchange(
         self, name: str, module: str, cause: Cause, sent: Bytes, *, ratio: Numbers = 1.0, back: Numbers = 1.0,
@@ -343,7 +346,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     )
     ops += _shared(spec, machine)
     ops += [moved("permute.send", send), there, moved("permute.arrive", order)]
-    ops += m.cast("experts.cast_input", "moe", total * hidden, True)
+    ops += m.cast("experts.cast_input", "moe", total * hidden, True, count)
     ops.append(m.grouped("experts.up", count, rows, ways * width, hidden))
     ops.append(
         m.memory(
@@ -354,7 +357,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
             in_moe=True,
         )
     )
-    ops += m.cast("experts.cast_middle", "moe_act", total * width, True)
+    ops += m.cast("experts.cast_middle", "moe_act", total * width, True, count)
     ops.append(m.grouped("experts.down", count, rows, hidden, width))
     if spec.expert.bias:  # grouped matmuls have no bias of their own: it is added to both outputs, and summed backward
         biased = BF16 * total * (ways * width + hidden)

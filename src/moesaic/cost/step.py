@@ -200,7 +200,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
     front: dict[str, Numbers] = dict.fromkeys(CAUSES, zero)
     back: dict[str, Numbers] = dict.fromkeys(CAUSES, zero)
     weight, shared, matmuls_front, matmuls_back = zero, zero, zero, zero
-    launches_front, launches_back = 0.0, zero
+    launches_front, launches_back = zero, zero
     masks: dict[str, Numbers] = {}
     for op in layer.ops:
         again = masks.get(op.module)
@@ -216,7 +216,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
         back[op.cause] = back[op.cause] + behind
         weight = weight + op.backward_weight
         gradients = 2 if isinstance(op.backward_weight, np.ndarray) or op.backward_weight > 0 else 1
-        launches_front += op.launches
+        launches_front = launches_front + op.launches
         launches_back = launches_back + op.launches * (gradients + again)
         if op.module == "shared_experts" and op.cause != "tensor":
             shared = shared + op.forward
@@ -244,8 +244,9 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
     hide(("dispatch",), front, back["compute"] + back["memory_bound"], rates.hidden_experts, overlaps("experts"))
     hide(("dispatch",), back, front["compute"] + front["memory_bound"], rates.hidden_experts, overlaps("experts"))
     device_front, device_back = sum(front.values()), sum(back.values())
-    host_front = np.maximum(launches_front * rates.launch_seconds - device_front, 0.0) + layer.wait
-    host_back = np.maximum(launches_back * rates.launch_seconds - device_back, 0.0)
+    each = rates.launch_seconds * rates.framework_work
+    host_front = np.maximum(launches_front * each - device_front, 0.0) + layer.wait
+    host_back = np.maximum(launches_back * each - device_back, 0.0)
     parts: dict[str, Floats] = {c: front[c] + back[c] + zero for c in CAUSES}
     parts["host"] = host_front + host_back + zero
     shown = sum(front[c] + back[c] for c in _COMMUNICATION)
