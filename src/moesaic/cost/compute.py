@@ -27,7 +27,14 @@ BF16 = 2
 """Bytes of an activation."""
 _FP8_CASTS = 5
 """Bytes moved per element that is cast: 2 read, 1 written, and 2 for the transposed copy that backward needs."""
+_TILE = 256
+"""Columns of a matmul's output that one block of threads makes, on Hopper and Blackwell."""
 _PEAK_KEY: dict[Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+def _filled(width: Numbers) -> Numbers:
+    """Share of whole tiles that `width` columns fill; what less than one tile costs, `gemm_half_balance` says."""
+    return np.where(width > _TILE, width / (np.ceil(width / _TILE) * _TILE), 1.0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,9 @@ class Machine:
     def _reached(self, speed: float, n: Numbers, k: Numbers) -> Numbers:
         """FLOP/s with weights [k, n], of `speed` with large ones."""
         narrow = np.minimum(n, k)
-        return speed * narrow / (narrow + self.rates.gemm_half_balance * speed / self.bandwidth)
+        # Products come in whole tiles: n wide forward, k wide for the input's gradient, both for the weights'.
+        filled = np.sqrt(_filled(n) * _filled(k))
+        return speed * filled * narrow / (narrow + self.rates.gemm_half_balance * speed / self.bandwidth)
 
     def gemm(
         self, name: str, module: str, m: Numbers, n: Numbers, k: Numbers, *, low: bool = True, in_moe: bool = False
@@ -146,9 +155,7 @@ class Machine:
             name, module, "memory_bound", forward / speed + fixed, back / speed + fixed, launches=kernels, in_moe=in_moe
         )
 
-    def cast(
-        self, name: str, module: str, elements: Numbers, in_moe: bool = False, launches: Numbers = 1
-    ) -> list[Op]:
+    def cast(self, name: str, module: str, elements: Numbers, in_moe: bool = False, launches: Numbers = 1) -> list[Op]:
         """Quantising a matmul's input in forward, and its output's gradient (taken as equally large) in backward."""
         if self.low <= self.bf16:
             return []
@@ -186,7 +193,7 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
     ops.append(m.memory("residual.attention", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
     ops.append(m.memory("norm.feed_forward", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden))
     expert: Numbers = 0.0
-    wait = 0.0
+    wait: Numbers = 0.0
     if layer.mlp is not None:
         block, count = _mlp(layer.mlp, machine, "mlp", "mlp")
         ops += block
@@ -195,7 +202,9 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
         block, count, expert = _moe(layer.moe, machine)
         ops += block
         weights = weights + count
-        wait = m.rates.sync_seconds
+        # What sends rows by counts needs these on the host before experts can start.
+        counted = (m.columns.ep > 1) & m.columns.dispatches("alltoall", "hierarchical", "deepep", "hybridep")
+        wait = np.where(counted, m.rates.sync_seconds, 0.0)
     ops.append(m.memory("residual.feed_forward", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
     return LayerOps(ops, weights + 2 * hidden + attention_norms(layer.attention), expert, wait)
 

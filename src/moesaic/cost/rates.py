@@ -40,7 +40,9 @@ class Stack:
     graphs: bool = False
     """Kernels are launched as CUDA graphs, so that the host does not limit them."""
     balanced: bool = True
-    """Routing is forced to be balanced, or padded to equal counts. What is not costs a wait for counts on the host."""
+    """Routing is forced to be balanced."""
+    padded: bool = False
+    """Rows of an expert are dropped or padded to a capacity, so that the host knows their counts beforehand."""
     fused: bool = True
     """Routers, permutations and row sums are kernels of their own instead of several framework operations."""
 
@@ -81,8 +83,9 @@ class Rates:
     peak at 16,384; s: dense rows of 131,072 tokens on B200)"""
     attention_half: float = 900.0
     """Positions at which that share has halved. (m: 0.56 at 4096, 0.645 at 16384 on Hopper; Blackwell alike)"""
-    attention_half_width: float = 64.0
-    """Head width at which that share is half of what very wide heads would reach; 128 is the reference. (m)"""
+    attention_half_width: float = 128.0
+    """Head width at which that share is half of what very wide heads would reach; 128 is the reference, and heads of 64
+    reach two thirds of it, as exponentials take as long. (m)"""
     attention_backward: float = 0.80
     """Rate of its backward over its forward. (m, d)"""
     # ------------------------------------------------------------ memory-bound work and the host
@@ -103,8 +106,10 @@ class Rates:
     of 4,096 tokens on H100 and B200 without graphs take at least 6 ms in bf16 and 9 ms in fp8, whatever the model)"""
     graph_launch_share: float = 0.1
     """What CUDA graphs leave of it. (x)"""
-    sync_seconds: float = 40e-6
-    """A wait of the host for the device in a layer whose counts of rows are not known beforehand. (x)"""
+    sync_seconds: float = 1.0e-3
+    """A wait of the host for the counts of rows that were dispatched, and of the device until the host has caught up,
+    in each forward pass of a layer; a stack with graphs or padded rows has none. (b: what sets apart layers of one size
+    with and without them)"""
     other_work: float = 1.0
     """Seconds that memory-bound kernels, but for moving rows, take over what their bytes need: operations that are not
     fused, gaps, uneven work. (g: Fig. 13's "other")"""
@@ -125,7 +130,7 @@ class Rates:
     """1 where a shared expert takes the rows that dispatch gathers over the same ranks, 0 where it gathers its own."""
     copy_per_rank: float = 0.0
     """1 where `alltoall` sends one copy to each rank that a token needs, 0 where it sends one per choice."""
-    network_share: float = 0.87
+    network_share: float = 0.81
     """Share of a network card's bandwidth. (m: 0.81 to 0.90 for all-to-all over 16 to 64 H100)"""
     fast_latency: float = 40e-6
     """Seconds of a collective over fast links that carries nothing. (a: 34 to 53 µs on 8 GPUs)"""
@@ -182,6 +187,9 @@ _MEGASCALE = {
     "hidden_between": 0.9,
     "hidden_inside": 0.5,
     "hidden_gradients": 1.0,
+    "network_share": 0.87,
+    "sync_seconds": 0.0,
+    "framework_work": 1.0,
 }
 """Of MegaScale-MoE: its links in Fig. 7; "other" work by the size of table 3's iterations; overlap by table 5."""
 
@@ -216,7 +224,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
             launch_seconds=rates.launch_seconds * rates.graph_launch_share,
             kernel_seconds=rates.kernel_seconds * rates.graph_kernel_share,
         )
-    if stack.balanced:
+    if stack.graphs or stack.padded:
         rates = replace(rates, sync_seconds=0.0)
     if not stack.fused:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)

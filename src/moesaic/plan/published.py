@@ -221,7 +221,12 @@ def run_of(row: Mapping[str, str]) -> Run:
         layout=layout,
         cluster=load_cluster(hardware, gpus, network=network),
         stack=Stack(
-            software.framework, software.release, graphs != "none", routing != "natural", words.fused_of(notes)
+            software.framework,
+            software.release,
+            graphs != "none",
+            routing != "natural",
+            routing == "dropped",
+            words.fused_of(notes),
         ),
         traits=Traits(
             year=_year(row, software),
