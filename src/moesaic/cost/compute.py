@@ -328,6 +328,8 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
     gathered = c.dispatches("allgather")
 
+    casts = np.where(rates.split_casts > 0, count, 1.0)
+
     def moved(name: str, count: Floats) -> Op:
         return m.memory(name, "moe", count, count, kernels=2, share=rates.permute_share, in_moe=True)
 
@@ -355,7 +357,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     )
     ops += _shared(spec, machine)
     ops += [moved("permute.send", send), there, moved("permute.arrive", order)]
-    ops += m.cast("experts.cast_input", "moe", total * hidden, True, count)
+    ops += m.cast("experts.cast_input", "moe", total * hidden, True, casts)
     ops.append(m.grouped("experts.up", count, rows, ways * width, hidden))
     ops.append(
         m.memory(
@@ -366,7 +368,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
             in_moe=True,
         )
     )
-    ops += m.cast("experts.cast_middle", "moe_act", total * width, True, count)
+    ops += m.cast("experts.cast_middle", "moe_act", total * width, True, casts)
     ops.append(m.grouped("experts.down", count, rows, hidden, width))
     if spec.expert.bias:  # grouped matmuls have no bias of their own: it is added to both outputs, and summed backward
         biased = BF16 * total * (ways * width + hidden)

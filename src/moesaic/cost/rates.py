@@ -106,6 +106,8 @@ class Rates:
     of 4,096 tokens on H100 and B200 without graphs take at least 6 ms in bf16 and 9 ms in fp8, whatever the model)"""
     graph_launch_share: float = 0.1
     """What CUDA graphs leave of it. (x)"""
+    split_casts: float = 1.0
+    """1 where rows of each expert are quantised by kernels of their own, 0 where equal counts let one do it for all."""
     sync_seconds: float = 1.0e-3
     """A wait of the host for the counts of rows that were dispatched, and of the device until the host has caught up,
     in each forward pass of a layer; a stack with graphs or padded rows has none. (b: what sets apart layers of one size
@@ -226,6 +228,8 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         )
     if stack.graphs or stack.padded:
         rates = replace(rates, sync_seconds=0.0)
+    if stack.padded:
+        rates = replace(rates, split_casts=0.0)
     if not stack.fused:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
     if cluster.gpu.name.startswith("GB"):
