@@ -212,7 +212,7 @@ def test_changes_are_single_legal_and_priced(framework: str) -> None:
         assert runs(layout), change.what
         moved = [name for name in degrees if getattr(layout, name) != getattr(best.layout, name)]
         options = [name for name in others if getattr(layout, name) != getattr(best.layout, name)]
-        allowed = {"dispatcher", "virtual_stages", "overlap"} if moved else {options[0] if options else ""}
+        allowed = {"dispatcher", "virtual_stages", "overlap", "cp_kind"} if moved else {options[0] if options else ""}
         if "without overlap" in change.what:
             options.remove("overlap")
         assert len(moved) <= 1 and (set(options) <= allowed or options == ["micro_batch"]), change.what

@@ -298,6 +298,8 @@ class _Run:
         lanes = self.lanes_of[index]
         for lane in lanes:
             self.running[lane] = index
+        # What waited for one lane may start on another, whose neighbours are then shared with.
+        self.touched.update(lanes)
         self.starts[index] = self.now
         self.sharing.start(lanes[0], self.tasks[index].seconds, self.now)
 

@@ -29,7 +29,8 @@ _KEPT = 4096
 _SCALED = 64
 """Fastest layouts whose corrections by published runs scale the seconds of all."""
 _SAVED = 64
-"""Of the fastest layouts, those that are also looked at with less memory than they need to fit."""
+"""Of the fastest layouts, those that are also looked at with less memory than they need to fit, beside the ones that no
+other both outruns and undercuts."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def _promising(fitting: Columns, pricer: Pricer, choices: Choices) -> Columns:
     order = np.argsort(seconds, kind="stable")
     fast = every_option(fitting.take(order[:_KEPT]), choices)
     fast = fast.take(np.argsort(pricer.timed(fast), kind="stable")[:_KEPT])
-    lean = _fullest(_every_saving(fitting.take(order[:_SAVED]), choices), choices)
+    leaner = pareto(seconds, pricer.memory_bytes(fitting))
+    saved = np.unique(np.concatenate([order[:_SAVED], np.array(leaner, np.int64)]))
+    lean = _fullest(_every_saving(fitting.take(saved), choices), choices)
     lean = lean.take(pareto(pricer.timed(lean), pricer.memory_bytes(lean)))
     return joined([fast, every_option(lean, choices)])
 
