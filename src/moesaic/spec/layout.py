@@ -82,7 +82,7 @@ class Layout:
     micro_batch: int
     """Sequences in one forward pass of one data-parallel rank."""
     dispatcher: str
-    """`local`, `allgather` or `alltoall`."""
+    """`local`, `allgather`, `alltoall`, `hierarchical`, `deepep` or `hybridep`."""
     schedule: str
     """`1f1b`, `interleaved` or `zero_bubble`."""
     order: str
@@ -91,6 +91,12 @@ class Layout:
     """pp·virtual_stages of them; stage i is on pipeline rank i % pp."""
     experts_ep: tuple[tuple[int, int], ...]
     """(experts, expert-parallel degree) of every expert count that the model's layers have."""
+    recompute: tuple[str, ...] = ()
+    """Modules computed again in backward instead of kept (the names of `cost.workload.RECOMPUTE`)."""
+    overlap: tuple[str, ...] = ()
+    """What runs at the same time (the names of `cost.workload.OVERLAP`)."""
+    offload: tuple[str, ...] = ()
+    """What waits in host memory: `optimizer`, `activations`."""
 
     @property
     def world(self) -> int:

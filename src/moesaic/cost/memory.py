@@ -1,0 +1,356 @@
+"""Memory of one rank: which pipeline rank needs most, and what for.
+
+The peak of a training step falls in a backward pass. Then these exist at once: weights, gradients and optimizer states
+(`states`); what forward passes kept for the micro-batches in flight (`activations`, `inflight`); logits; and what the
+backward at that point needs for itself. A rank's peak is the larger of two moments: backward of the head, on the rank
+that has it, and backward of its most demanding layer.
+
+Formulas run over arrays [N] of layouts; loops run over kinds of layers, stage lists and pipeline ranks. Bytes are
+plain bytes. Nothing is fitted: every term is a tensor that exists, or a constant of `habits` with its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from moesaic.spec.layout import Layout
+from moesaic.spec.model import LayerSpec, ModelSpec
+from moesaic.spec.stages import Stage
+
+from .activations import Kept, backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
+from .habits import MEGATRON, Habits
+from .inflight import windows
+from .rows import tokens_per_rank
+from .states import has_experts, layer_local, padded_vocabulary, part_local, states, weight_shapes
+from .workload import SCHEDULES, Bools, Columns, Floats, Ints, Workload
+
+PARTS = ("embedding", "head", "loss", "mtp")
+_DUALPIPE = SCHEDULES.index("dualpipe")
+_NAMES = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the pipeline rank that needs most, [N] each."""
+
+    weights: Floats
+    gradients: Floats
+    """Accumulated gradients."""
+    optimizer: Floats
+    """fp32 weights and moments."""
+    activations: Floats
+    """Kept for backward, of all micro-batches in flight."""
+    logits: Floats
+    """Of one micro-batch, where the rank with the head peaks at its backward."""
+    buffers: Floats
+    """Gradients of activations at the peak, gathered weights, placeholders, workspaces, dispatch copies."""
+    overhead: Floats
+    """What the caching allocator reserves beyond its peak of allocated bytes, and the device context."""
+    total: Floats
+    """All of them: what the device must have."""
+    stage: Ints
+    """The pipeline rank."""
+
+    @property
+    def allocated(self) -> Floats:
+        """Peak of allocated bytes, as `torch.cuda.max_memory_allocated` tells it: the total without `overhead`."""
+        return self.total - self.overhead
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one pipeline rank of one layout. The parts are those of `Memory`."""
+
+    rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    overhead: float
+    total: float
+    in_flight: float
+    """Micro-batches held at the peak: `activations` over what one micro-batch keeps on all layers of the rank."""
+    kept: dict[str, float]
+    """What one micro-batch keeps, by module."""
+
+    @property
+    def allocated(self) -> float:
+        """Peak of allocated bytes."""
+        return self.total - self.overhead
+
+
+def memory(work: Workload, columns: Columns, habits: Habits = MEGATRON) -> Memory:
+    """Memory of every layout, on its pipeline rank that needs most."""
+    kinds = _Kinds(work, columns, habits)
+    out = {name: np.zeros(len(columns)) for name in (*_NAMES, "total")}
+    stage = np.zeros(len(columns), np.int64)
+    for rows, ranks in _groups(work, columns, kinds):
+        parts = kinds.ranks(rows, ranks)
+        most = parts["total"].argmax(axis=1)
+        stage[rows] = most
+        for name, values in parts.items():
+            out[name][rows] = values[np.arange(len(most)), most]
+    return Memory(**out, stage=stage)
+
+
+def stage_memory(work: Workload, layout: Layout, habits: Habits = MEGATRON) -> list[StageMemory]:
+    """Memory of every pipeline rank of one layout, with what a micro-batch keeps by module."""
+    columns = Columns.of([layout])
+    kinds = _Kinds(work, columns, habits)
+    ((rows, ranks),) = _groups(work, columns, kinds)
+    parts = kinds.ranks(rows, ranks)
+    result = []
+    for rank in range(layout.pp):
+        values = {name: float(parts[name][0, rank]) for name in (*_NAMES, "total")}
+        kept = kinds.by_module(ranks.once[rank])
+        one = sum(kept.values())
+        result.append(StageMemory(rank, **values, in_flight=values["activations"] / one if one else 0.0, kept=kept))
+    return result
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What stands on the ranks of one pipeline, and how often at once."""
+
+    holds: Ints
+    """[ranks, kinds]: layers of each kind and parts whose states a rank has."""
+    once: Ints
+    """[ranks, kinds]: those that one micro-batch passes, on all chunks of a rank."""
+    flight: Ints
+    """[positions, kinds]: kinds times micro-batches held, for each position of a rank's window."""
+    first: Ints
+    """[ranks]: where each rank's positions start in `flight`."""
+
+
+@dataclass(frozen=True)
+class _Anatomy:
+    """Which kind each part of a model is: all that what stands on the ranks depends on, besides the stages."""
+
+    of_layer: tuple[int, ...]
+    """Kind of each decoder layer."""
+    blocks: tuple[int, ...]
+    """Kind of each prediction block."""
+    count: int
+    """Kinds in all, PARTS among them as the last."""
+    tied: bool
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {name: self.count - len(PARTS) + place for place, name in enumerate(PARTS)}
+
+
+class _Kinds:
+    """Arrays of every distinct kind of layer, then of the parts: the columns of all matrices here."""
+
+    def __init__(self, work: Workload, columns: Columns, habits: Habits) -> None:
+        model, self.work, self.columns, self.habits = work.model, work, columns, habits
+        blocks = model.mtp if work.mtp else ()
+        self.layers, places = distinct_layers((*model.layers, *blocks))
+        self.blocks = places[len(model.layers) :]
+        self.parts = {name: len(self.layers) + place for place, name in enumerate(PARTS)}
+        self.count = len(self.layers) + len(PARTS)
+        self.anatomy = _Anatomy(
+            tuple(places[: len(model.layers)]), tuple(self.blocks), self.count, model.tied_embeddings
+        )
+        self.tables = [layer_kept(model, layer, work, columns, habits) for layer in self.layers]
+        self.tables += [
+            [],
+            [],
+            head_kept(model, work, columns, habits),
+            mtp_kept(model, work, columns, habits) if blocks else [],
+        ]
+        local = [layer_local(model, layer, columns) for layer in self.layers]
+        local += [part_local(model, part, columns, habits) for part in PARTS]
+        held = [states(one, work, columns, habits) for one in local]
+        zeros = np.zeros(len(columns))
+        self.weights = np.stack([one.weights for one in held], axis=1)
+        self.gradients = np.stack([one.gradients for one in held], axis=1)
+        self.optimizer = np.stack([one.optimizer for one in held], axis=1)
+        self.kept = np.stack([sum((row.left(columns) for row in table), zeros) for table in self.tables], axis=1)
+        whole = np.stack([sum((row.bytes for row in table), zeros) for table in self.tables], axis=1)
+        extra = [backward_extra(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
+        # Dropped tensors are there again while their layer's backward runs.
+        self.extra = whole - self.kept + np.stack(extra, axis=1)
+        self.gathered = np.stack([one.gathered for one in held], axis=1)
+        self._vocabulary(model, work, columns, habits)
+        self._dispatch_buffers(model, work, columns, habits)
+        self._shapes(model, columns, habits)
+
+    def _vocabulary(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
+        """Two moments: the loss's backward, with all copies of the logits there are; and the head's, with the gradient
+        of one set in bf16, the gathered input, its gradient, and the weight gradient's stand-in, freed afterwards. A
+        loss in chunks has one moment, with gradients of inputs and of the matrix for every loss."""
+        rows = padded_vocabulary(model, columns, habits)
+        a, tokens = value_bytes(work.precision), tokens_per_rank(work, columns)
+        one, losses = logits_bytes(rows, work, columns, habits), 1 + len(self.blocks)
+        weights, inputs = a * rows * model.hidden / columns.tp, a * model.hidden * tokens
+        if habits.loss == "chunks":
+            self.logits = one
+            self.head_extra = losses * (weights + inputs) + 2 * inputs * columns.tp
+            return
+        waiting = np.where(columns.recomputes("loss"), 0, losses - 1) * one
+        self.logits = waiting + one
+        stand_in = weights if habits.placeholders else 0.0
+        head = waiting + a * rows * tokens + 2 * inputs * columns.tp + stand_in
+        self.head_extra = np.maximum(head - self.logits, 0.0)
+
+    def _dispatch_buffers(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
+        """Buffers that a dispatcher's library registers outside the allocator. HybridEP has room for all tokens of the
+        expert group, in dispatch and in combine."""
+        tokens = tokens_per_rank(work, columns) * columns.ep * columns.etp
+        hybrid = 2 * value_bytes(work.precision) * model.hidden * tokens
+        flex = [columns.dispatches("hybridep"), columns.dispatches("deepep")]
+        self.outside = np.select(flex, [hybrid, habits.deepep_buffer], 0.0)
+
+    def _shapes(self, model: ModelSpec, columns: Columns, habits: Habits) -> None:
+        shapes: dict[tuple[object, ...], tuple[int, str]] = {}
+        found = [weight_shapes(model, layer) for layer in self.layers]
+        for one in found:
+            shapes.update(one)
+        cuts = {"tp": columns.tp, "etp": columns.etp, "": np.ones(len(columns), np.int64)}
+        sizes = [values * value_bytes(self.work.precision) / cuts[cut] for values, cut in shapes.values()]
+        self.placeholders = np.stack(sizes, axis=1) if habits.placeholders else np.zeros((len(columns), len(shapes)))
+        self.has_shape = np.array([[shape in one for shape in shapes] for one in found] + [[False] * len(shapes)] * 4)
+        self.grouped = np.array([has_experts(layer) for layer in self.layers] + [False] * len(PARTS))
+
+    def by_module(self, once: Ints) -> dict[str, float]:
+        """Bytes by module of the first layout that one micro-batch keeps on the kinds counted in `once`."""
+        modules: dict[str, float] = {}
+        for kind, table in enumerate(self.tables):
+            if once[kind]:
+                for row in table:
+                    size = float(row.left(self.columns)[0]) * int(once[kind])
+                    modules[row.module] = modules.get(row.module, 0.0) + size
+        return {module: size for module, size in modules.items() if size}
+
+    def ranks(self, rows: Ints, ranks: _Ranks) -> dict[str, Floats]:
+        """Parts [n, ranks] of the layouts `rows`, which share stages and windows."""
+        holds, present = ranks.holds.T.astype(np.float64), ranks.holds > 0
+        head = ranks.once[:, self.parts["loss"]] > 0
+        weights, gradients = self.weights[rows] @ holds, self.gradients[rows] @ holds
+        optimizer, activations = self.optimizer[rows] @ holds, self._activations(rows, ranks)
+        shapes = (present.astype(np.int64) @ self.has_shape.astype(np.int64)) > 0
+        spaces = self.habits.workspaces + self.habits.grouped_workspaces * (present & self.grouped).any(axis=1)
+        buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
+        # Two parts are gathered at a time: the one that computes and the one after it.
+        buffers = buffers + _largest(self.gathered[rows], present) * 2
+        layer_peak = _largest(self.extra[rows], present)
+        logits = self.logits[rows, None] * head
+        head_peak = logits + self.head_extra[rows, None] * head
+        at_head = head_peak > layer_peak
+        logits = np.where(at_head, logits, 0.0)
+        buffers = buffers + np.where(at_head, head_peak - logits, layer_peak)
+        allocated = weights + gradients + optimizer + activations + logits + buffers
+        outside = self.outside[rows, None] * (present & self.grouped).any(axis=1)
+        overhead = self.habits.reserved_share * allocated + self.habits.context + outside
+        values = (weights, gradients, optimizer, activations, logits, buffers, overhead, allocated + overhead)
+        return dict(zip((*_NAMES, "total"), values, strict=True))
+
+    def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
+        """Kept bytes [n, ranks] at the worst position of each rank's window. Offloaded activations leave two layers'
+        worth on the device: the one that computes and the one on its way."""
+        held = self.kept[rows] @ ranks.flight.T.astype(np.float64)
+        most = np.maximum.reduceat(held, ranks.first, axis=1)
+        offloaded = self.columns.offloads("activations")[rows]
+        if not offloaded.any():
+            return most
+        two = 2 * _largest(self.kept[rows], ranks.once > 0)
+        return np.where(offloaded[:, None], np.minimum(most, two), most)
+
+
+def distinct_layers(layers: Sequence[LayerSpec]) -> tuple[list[LayerSpec], list[int]]:
+    """The different ones of `layers`, and which of them each is."""
+    found: list[LayerSpec] = []
+    places = []
+    for layer in layers:
+        place = next((i for i, one in enumerate(found) if one is layer or one == layer), len(found))
+        if place == len(found):
+            found.append(layer)
+        places.append(place)
+    return found, places
+
+
+def _largest(values: Floats, present: Bools) -> Floats:
+    """[n, kinds] and [ranks, kinds] → [n, ranks]: the largest value among the kinds of each rank."""
+    patterns, rank = _patterns(present.tobytes(), len(present))
+    found = [values[:, pattern].max(axis=1) if pattern.any() else np.zeros(len(values)) for pattern in patterns]
+    return np.stack(found, axis=1)[:, rank]
+
+
+@lru_cache(maxsize=8192)
+def _patterns(present: bytes, ranks: int) -> tuple[Bools, Ints]:
+    """The different rows of a [ranks, kinds] table of truths, and which of them each rank has."""
+    table = np.frombuffer(present, bool).reshape(ranks, -1)
+    patterns, rank = np.unique(table, axis=0, return_inverse=True)
+    return patterns, rank.reshape(-1)
+
+
+def _groups(work: Workload, columns: Columns, kinds: _Kinds) -> Iterator[tuple[Ints, _Ranks]]:
+    """Layouts that share a stage list, a pipeline, a schedule and how many micro-batches limit what is in flight."""
+    limit = np.minimum(np.maximum(columns.micro_batches(work.global_batch), 1), 2 * columns.pp + 2)
+    extra = columns.overlaps("experts").astype(np.int64)
+    key = columns.stages
+    for column in (columns.pp, columns.schedule, limit, extra):
+        key = key * (int(column.max(initial=0)) + 1) + column
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    for rows in np.split(order, starts[1:]) if len(order) else []:
+        one = rows[0]
+        stages, pp, schedule = (
+            columns.stage_lists[columns.stages[one]],
+            int(columns.pp[one]),
+            int(columns.schedule[one]),
+        )
+        yield rows, _ranks(kinds.anatomy, stages, pp, schedule, int(limit[one]), int(extra[one]))
+
+
+@lru_cache(maxsize=8192)
+def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, most: int, ahead: int) -> _Ranks:
+    chunks = len(stages) // pp
+    here = np.stack([_stage_counts(kinds, stage) for stage in stages])
+    passes = here.reshape(chunks, pp, kinds.count).transpose(1, 0, 2)
+    if schedule == _DUALPIPE:
+        # A rank has its own stage and the one as far from the other end.
+        passes = np.concatenate([passes, passes[::-1]], axis=1)
+    once = passes.sum(axis=1)
+    holds = once.copy()
+    embedding, head, mtp = kinds.parts["embedding"], kinds.parts["head"], kinds.parts["mtp"]
+    # Prediction blocks embed tokens with a copy of the table; a tied head on the embedding's rank is the table itself.
+    holds[:, embedding] = np.maximum(holds[:, embedding], holds[:, mtp] > 0)
+    if kinds.tied:
+        holds[holds[:, embedding] > 0, head] = 0
+    flight, first, at = [], [], 0
+    for rank in range(pp):
+        window = windows(schedule, pp, passes.shape[1], rank, most, ahead)
+        distinct = np.unique(window @ passes[rank], axis=0)
+        flight.append(distinct)
+        first.append(at)
+        at += len(distinct)
+    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64))
+
+
+def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:
+    """[kinds] layers of each kind and parts on one virtual stage."""
+    held = np.array([kinds.of_layer[layer] for layer in stage.layers], np.int64)
+    counts = np.bincount(held, minlength=kinds.count)
+    if stage.embed:
+        counts[kinds.parts["embedding"]] += 1
+    if stage.mtp and kinds.blocks:
+        counts[kinds.parts["mtp"]] += len(kinds.blocks)
+        for block in kinds.blocks:
+            counts[block] += 1
+    if stage.head:
+        counts[kinds.parts["head"]] += 1
+        counts[kinds.parts["loss"]] += 1
+    return counts
+
+
+def kept_tensors(work: Workload, layout: Layout, kind: LayerSpec, habits: Habits = MEGATRON) -> list[Kept]:
+    """The table of one kind of layer for one layout, for a reader or a page; bytes are arrays of length 1."""
+    return layer_kept(work.model, kind, work, Columns.of([layout]), habits)

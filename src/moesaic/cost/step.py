@@ -1,0 +1,374 @@
+"""The time of one optimizer step in closed form, for many layouts at once.
+
+    step = m · t(slowest rank) + (Σ t(other ranks)) / v + gradients and parameters + optimizer + fixed
+
+with m micro-batches, v virtual stages and t(rank) the seconds of one micro-batch on a pipeline rank: the sum over its
+layers of what is exposed, or of what the host takes to launch them where that is longer. Loops go over the few kinds
+of layers, never over layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.layout import Layout
+from moesaic.spec.model import LayerSpec, ModelSpec
+from moesaic.spec.stages import Stage
+
+from .compute import CAUSES, LayerOps, Machine, Op, embedding_ops, head_ops, layer_ops, mtp_ops
+from .rates import Rates
+from .traffic import Bytes, Group, Numbers, data_parallel, seconds
+from .workload import Columns, Floats, Workload
+
+if TYPE_CHECKING:
+    from .timeline import Piece, Stream
+
+_COMMUNICATION = ("dispatch", "tensor", "context")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step by cause, arrays [N]. All but `hidden` are exposed and add up to `total`."""
+
+    total: Floats
+    compute: Floats
+    """Matmuls and attention cores of the micro-batches."""
+    memory_bound: Floats
+    """Norms, activations, rows moved, casts: work limited by memory bandwidth."""
+    host: Floats
+    """What the host takes to launch kernels beyond the device's own time, and a step's fixed cost."""
+    dispatch: Floats
+    """Moving rows to experts and back."""
+    tensor: Floats
+    """Tensor-parallel all-gathers and reduce-scatters."""
+    context: Floats
+    """Context-parallel exchange of keys and values, or of heads."""
+    pipeline: Floats
+    """Activations sent between pipeline stages."""
+    data: Floats
+    """Reduction of gradients and gathering of parameters, and waiting for the slowest rank."""
+    bubble: Floats
+    """Waiting for other pipeline stages."""
+    optimizer: Floats
+    offload: Floats
+    """Copies between device and host memory."""
+    hidden: Floats
+    """Communication seconds that run under other work."""
+
+
+class _Kind(NamedTuple):
+    """One kind of layer for one micro-batch: seconds [N]."""
+
+    parts: dict[str, Floats]
+    """Exposed seconds of both passes by cause, with `host`."""
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    """Weight gradients, part of `backward`."""
+    hidden: Floats
+    dense: Floats
+    """Parameters on the dense mesh."""
+    expert: Floats
+
+
+def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rates) -> StepTime:
+    """Seconds of one optimizer step of `work` on each layout of `columns`.
+
+    Raises:
+        SpecError: the accelerator has no matmuls of the workload's precision.
+    """
+    machine = Machine.of(work, columns, cluster, rates)
+    layers, counts, times = _model(work, columns)
+    kinds = [_kind(ops, machine) for ops in _kinds(layers, machine)]
+
+    def of_rank(name: str) -> Floats:  # [N, ranks]
+        return np.einsum("nrk,nk->nr", counts, np.stack([getattr(kind, name) for kind in kinds], 1))
+
+    forward, backward, weight = of_rank("forward"), of_rank("backward"), of_rank("weight")
+    per_rank = forward + backward
+    slowest = per_rank.argmax(1)
+    at = np.arange(len(columns))
+    mine = counts[at, slowest]  # [N, kinds]
+    micro = columns.micro_batches(work.global_batch).astype(np.float64)
+
+    def spent(name: str) -> Floats:
+        return micro * np.einsum("nk,nk->n", mine, np.stack([kind.parts[name] for kind in kinds], 1))
+
+    parts = {name: spent(name) for name in (*CAUSES, "host")}
+    hidden = micro * np.einsum("nk,nk->n", mine, np.stack([kind.hidden for kind in kinds], 1))
+    bubble = _bubble(columns, times, forward, backward, weight, slowest)
+    send = seconds(_to_next(machine), cluster, rates, 1.0)
+    plain = columns.virtual_stages == 1
+    pipeline = np.where(columns.pp > 1, 2 * send * (np.where(plain, micro, 0.0) + columns.pp - 1), 0.0)
+    hidden += np.where(columns.pp > 1, 2 * send * np.where(plain, 0.0, micro * columns.virtual_stages), 0.0)
+
+    dense, expert = (
+        np.einsum("nk,nk->n", mine, np.stack([getattr(k, n) for k in kinds], 1)) for n in ("dense", "expert")
+    )
+    data, under = _data(dense, expert, machine, micro, forward[at, slowest], backward[at, slowest])
+    optimizer, offload = _optimizer(dense, expert, machine)
+    parts["host"] = parts["host"] + rates.step_seconds
+    total = sum(parts.values()) + bubble + pipeline + data + optimizer + offload
+    waiting = total * rates.straggler * np.log2(np.maximum(columns.dp * columns.cp / machine.groups.data.inside, 1))
+    return StepTime(
+        total=total + waiting, **parts, pipeline=pipeline, data=data + waiting, bubble=bubble, optimizer=optimizer,
+        offload=offload, hidden=hidden + under,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the model on its stages
+
+
+def _signature(layer: LayerSpec) -> tuple[object, ...]:
+    """What a layer's cost depends on."""
+    attention = tuple(v for k, v in layer.attention if k not in ("rope", "temperature", "scale"))
+    return attention, layer.mlp, layer.moe
+
+
+def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Floats, Floats]:
+    """Kinds of layers, counts [N, ranks, kinds] of each on the distinct ranks of a layout, and how many ranks
+    [N, ranks] are like that."""
+    model = work.model
+    kinds: dict[tuple[object, ...], int] = {}
+    layers: list[LayerSpec | str] = []
+    place = []
+    for layer in model.layers:
+        key = _signature(layer)
+        if key not in kinds:
+            kinds[key] = len(layers)
+            layers.append(layer)
+        place.append(kinds[key])
+    layers += ["embedding", "head"]
+    if model.mtp and work.mtp:
+        layers.append("mtp")
+    # One list of virtual stages may be cut into ranks in several ways: 4·1 and 2·2 ranks and chunks are alike.
+    keys, which = np.unique(np.stack([columns.stages, columns.pp], 1), axis=0, return_inverse=True)
+    tables = [
+        _ranks(columns.stage_lists[index], int(pp), place, len(layers), model, work.mtp) for index, pp in keys.tolist()
+    ]
+    most = max((len(table) for table, _ in tables), default=1)
+    counts, times = np.zeros((len(tables), most, len(layers))), np.zeros((len(tables), most))
+    for index, (table, often) in enumerate(tables):
+        counts[index, : len(table)], times[index, : len(table)] = table, often
+    which = which.reshape(-1)
+    return layers, counts[which], times[which]
+
+
+def _ranks(
+    stages: tuple[Stage, ...], pp: int, place: list[int], kinds: int, model: ModelSpec, mtp: bool
+) -> tuple[Floats, Floats]:
+    """Distinct rows of layers by kind among the `pp` ranks, and how often each stands."""
+    rows = np.zeros((pp, kinds))
+    decoder = kinds - 2 - (1 if model.mtp and mtp else 0)
+    for number, stage in enumerate(stages):
+        row = rows[number % pp]
+        for layer in stage.layers:
+            row[place[layer]] += 1
+        row[decoder] += stage.embed
+        row[decoder + 1] += stage.head
+        if stage.mtp and model.mtp and mtp:
+            row[decoder + 2] += len(model.mtp)
+    unique, often = np.unique(rows, axis=0, return_counts=True)
+    return unique, often.astype(np.float64)
+
+
+def _kinds(layers: list[LayerSpec | str], machine: Machine) -> list[LayerOps]:
+    made = []
+    for layer in layers:
+        if layer == "embedding":
+            made.append(embedding_ops(machine))
+        elif layer == "head":
+            made.append(head_ops(machine))
+        elif isinstance(layer, str):
+            made.append(mtp_ops(machine.work.model.mtp[0], machine))
+        else:
+            made.append(layer_ops(layer, machine))
+    return made
+
+
+# ---------------------------------------------------------------- one kind of layer
+
+
+def _kind(layer: LayerOps, machine: Machine) -> _Kind:
+    """Sums a layer's operations by cause, repeats what is recomputed, and takes away what is hidden."""
+    columns, rates = machine.columns, machine.rates
+    zero = np.zeros(len(columns))
+    front: dict[str, Numbers] = dict.fromkeys(CAUSES, zero)
+    back: dict[str, Numbers] = dict.fromkeys(CAUSES, zero)
+    weight, shared, matmuls_front, matmuls_back = zero, zero, zero, zero
+    launches_front, launches_back = zero, zero
+    masks: dict[str, Numbers] = {}
+    for op in layer.ops:
+        again = masks.get(op.module)
+        if again is None:
+            again = masks[op.module] = columns.recomputes(op.module or "full").astype(np.float64)
+        if op.in_moe:
+            inside = masks.get("moe")
+            if inside is None:
+                inside = masks["moe"] = columns.recomputes("moe").astype(np.float64)
+            again = np.maximum(again, inside)
+        behind = op.backward_input + op.backward_weight + again * op.forward
+        front[op.cause] = front[op.cause] + op.forward
+        back[op.cause] = back[op.cause] + behind
+        weight = weight + op.backward_weight
+        gradients = 2 if isinstance(op.backward_weight, np.ndarray) or op.backward_weight > 0 else 1
+        launches_front = launches_front + op.launches
+        launches_back = launches_back + op.launches * (gradients + again)
+        if op.module == "shared_experts" and op.cause != "tensor":
+            shared = shared + op.forward
+        if op.cause == "compute":
+            matmuls_front, matmuls_back = matmuls_front + op.forward, matmuls_back + behind
+    raw = sum(front[c] + back[c] for c in _COMMUNICATION)
+
+    def hide(what: tuple[str, ...], side: dict[str, Numbers], under: Numbers, share: float, where: Numbers) -> None:
+        """Takes `share` of what can run under `under` seconds off, less what both sides lose by it."""
+        left = sum(side[c] for c in what)
+        saved = np.where(where, share * np.minimum(left, under) * (1 - rates.slowdown), 0.0)
+        keep = 1 - saved / np.maximum(left, 1e-30)
+        for c in what:
+            side[c] = side[c] * keep
+
+    overlaps = columns.overlaps
+    for side, matmuls in ((front, matmuls_front), (back, matmuls_back)):
+        hide(("tensor",), side, matmuls, rates.hidden_tensor, overlaps("tensor"))
+        hide(_COMMUNICATION, side, matmuls, rates.hidden_inside, overlaps("inside"))
+    hide(_COMMUNICATION, back, back["compute"] + back["memory_bound"], rates.hidden_between, overlaps("between"))
+    hide(("dispatch",), front, shared, rates.hidden_shared, overlaps("shared_experts"))
+    hide(("dispatch",), back, 2 * shared, rates.hidden_shared, overlaps("shared_experts"))
+    hide(("dispatch",), back, weight, rates.hidden_between, overlaps("weight_gradients") & ~overlaps("experts"))
+    # Another micro-batch's forward stands under backward's dispatch and the other way round.
+    hide(("dispatch",), front, back["compute"] + back["memory_bound"], rates.hidden_experts, overlaps("experts"))
+    hide(("dispatch",), back, front["compute"] + front["memory_bound"], rates.hidden_experts, overlaps("experts"))
+    device_front, device_back = sum(front.values()), sum(back.values())
+    each = rates.launch_seconds * rates.framework_work
+    host_front = np.maximum(launches_front * each - device_front, 0.0) + layer.wait
+    host_back = np.maximum(launches_back * each - device_back, 0.0)
+    parts: dict[str, Floats] = {c: front[c] + back[c] + zero for c in CAUSES}
+    parts["host"] = host_front + host_back + zero
+    shown = sum(front[c] + back[c] for c in _COMMUNICATION)
+    return _Kind(
+        parts, device_front + host_front + zero, device_back + host_back + zero, weight + zero,
+        np.maximum(raw - shown, 0.0) + zero, layer.dense_parameters + zero, layer.expert_parameters + zero,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- around the micro-batches
+
+
+def _to_next(machine: Machine) -> Bytes:
+    """One micro-batch's hidden states of a rank, to the next pipeline stage."""
+    sent = machine.own * machine.work.model.hidden * 2.0
+    near = machine.groups.pp.inside > 1
+    return Bytes(np.where(near, sent, 0.0), np.where(near, 0.0, sent))
+
+
+def _bubble(
+    columns: Columns, times: Floats, forward: Floats, backward: Floats, weight: Floats, slowest: Floats
+) -> Floats:
+    """Seconds that the slowest rank waits: one micro-batch's way through all other ranks, over v chunks.
+
+    1F1B (p − 1)(F + B), interleaved that over v, zero-bubble (p − 1)(F + B − 2W) (arXiv 2401.10241 table 2), DualPipe
+    (p/2 − 1)(F&B + B − 3W) (github.com/deepseek-ai/DualPipe); uneven ranks each count with their own time.
+    """
+    at = np.arange(len(columns))
+    others = times.copy()
+    others[at, slowest] -= 1
+    schedule = columns.schedule[:, None]
+    pp = columns.pp[:, None]
+    each = np.select(
+        [schedule == 2, schedule == 3],
+        [
+            np.maximum(forward + backward - 2 * weight, 0.0),
+            np.maximum(forward + 2 * backward - 3 * weight, 0.0) * np.maximum(pp / 2 - 1, 0) / np.maximum(pp - 1, 1),
+        ],
+        forward + backward,
+    )
+    return (others * each).sum(1) / columns.virtual_stages
+
+
+def _data(
+    dense: Floats, expert: Floats, machine: Machine, micro: Floats, forward: Floats, backward: Floats
+) -> tuple[Floats, Floats]:
+    """Exposed and hidden seconds of reducing gradients and gathering parameters.
+
+    What forward gathers runs under forward; what backward gathers again and what it reduces share one network, and run
+    under backward together.
+    """
+    work, columns, cluster, rates, g = machine.work, machine.columns, machine.cluster, machine.rates, machine.groups
+    reduce, gather = np.zeros(len(columns)), np.zeros(len(columns))
+    for count, ranks in ((dense, g.data), (expert, g.edp)):
+        gradients, parameters = data_parallel(count, ranks, columns, work.gradient_bytes, 2, micro)
+        reduce = reduce + seconds(gradients, cluster, rates)
+        gather = gather + seconds(parameters, cluster, rates)
+    chunks = columns.virtual_stages
+    again = np.where(columns.sharding == 3, 0.5, 0.0)
+    first, second = gather * (1 - again), gather * again
+
+    def under(time: Floats, window: Floats, passes: Floats) -> Floats:
+        """Seconds of `time` that run under compute. Of a rank's chunks only the first one's parameters are needed, and
+        only its gradients come, at once; those of the others have as many passes as the pipeline is deep."""
+        first = np.minimum(time / chunks, passes * window / chunks)
+        rest = (chunks - 1) / chunks
+        return first + np.minimum(time * rest, np.maximum(passes, columns.pp) * window * rest)
+
+    reduces, gathers = columns.overlaps("gradients"), columns.overlaps("parameters")
+    front = under(np.where(gathers, first, 0.0), forward, np.where(columns.sharding == 3, micro, 1.0))
+    behind = np.where(reduces, reduce, 0.0) + np.where(gathers, second, 0.0)
+    hidden = front + under(behind, backward, np.where(columns.sharding >= 2, micro, 1.0))
+    hidden = hidden * rates.hidden_gradients * (1 - rates.slowdown_network)
+    return reduce + gather - hidden, hidden
+
+
+def _optimizer(dense: Floats, expert: Floats, machine: Machine) -> tuple[Floats, Floats]:
+    """Seconds of the update, and of moving what it needs where it runs on the host.
+
+    Per parameter of the shard: master weight and two moments are read and written, the gradient is read, the bf16
+    weight written; the gradients' norm reads them once more.
+    """
+    work, columns, cluster, g = machine.work, machine.columns, machine.cluster, machine.groups
+
+    def shard(count: Floats, ranks: Group) -> Floats:
+        return np.where(columns.sharding == 0, count, count * columns.replicas / ranks.size)
+
+    held = shard(dense, g.data) + shard(expert, g.edp)
+    moved = held * (8 + 4 * work.moment_bytes + 2 * work.gradient_bytes + 2)
+    away = columns.offloads("optimizer")
+    update = np.where(away, 0.0, moved / machine.bandwidth)
+    copies = np.where(away, held * (work.gradient_bytes + 2) / cluster.gpu.host_bandwidth, 0.0)
+    return update, copies
+
+
+# ---------------------------------------------------------------- pieces for a timeline
+
+
+def layer_pieces(work: Workload, layout: Layout, cluster: ClusterSpec, rates: Rates) -> dict[str, tuple[Piece, ...]]:
+    """The operations of one micro-batch through one layer of each kind, in order of forward: "dense", "moe", "mtp",
+    "embedding" and "head" (kinds that the model lacks are absent), with their seconds."""
+    from .timeline import Piece
+
+    columns = Columns.of([layout])
+    machine = Machine.of(work, columns, cluster, rates)
+    wanted: dict[str, LayerOps] = {"embedding": embedding_ops(machine), "head": head_ops(machine)}
+    for layer in work.model.layers:
+        name = "dense" if layer.moe is None else "moe"
+        if name not in wanted:
+            wanted[name] = layer_ops(layer, machine)
+    if work.mtp and work.model.mtp:
+        wanted["mtp"] = mtp_ops(work.model.mtp[0], machine)
+
+    def piece(op: Op) -> Piece:
+        stream: Stream = "compute"
+        if op.cause in _COMMUNICATION:
+            stream = "network" if bool(np.any(op.network)) else "fast"
+        again = columns.recomputes(op.module or "full") | (op.in_moe & columns.recomputes("moe"))
+        first, second, third = (float(np.ravel(x)[0]) for x in (op.forward, op.backward_input, op.backward_weight))
+        return Piece(op.name, stream, first, second, third, first if again[0] else 0.0)
+
+    def taken(op: Op) -> bool:
+        return bool(np.any(np.asarray(op.forward) > 0) or np.any(np.asarray(op.backward_input) > 0))
+
+    return {name: tuple(piece(op) for op in made.ops if taken(op)) for name, made in wanted.items()}

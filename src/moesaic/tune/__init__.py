@@ -1,0 +1,1 @@
+"""Measure and improve a run: what this machine can do, and which setting to change next."""
