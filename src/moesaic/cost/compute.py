@@ -12,12 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.cluster import ClusterSpec, GpuSpec
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 from .counts import attention_norms, visible_positions
 from .rates import Rates
+from .rows import imbalance, layer_ep, routed_rows
 from .traffic import Bytes, Groups, Numbers, dispatch, groups, ring, seconds, tensor_parallel, ulysses
 from .workload import PRECISIONS, Columns, Floats, Precision, Workload
 
@@ -30,6 +31,13 @@ _FP8_CASTS = 5
 _TILE = 256
 """Columns of a matmul's output that one block of threads makes, on Hopper and Blackwell."""
 _PEAK_KEY: dict[Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+def computes(gpu: GpuSpec, precision: Precision) -> bool:
+    """Whether an accelerator has matmuls of that precision; mxfp8 and nvfp4 need scales of blocks in hardware, nvfp4
+    those of Blackwell (AMD's fp4 has the blocks of OCP MX only)."""
+    needs = {"mxfp8": gpu.microscaled, "nvfp4": gpu.microscaled and not gpu.architecture.startswith("cdna")}
+    return _PEAK_KEY[precision] in gpu.peak_flops and needs.get(precision, True)
 
 
 def _filled(width: Numbers) -> Numbers:
@@ -85,8 +93,8 @@ class Machine:
         """
         peaks = cluster.gpu.peak_flops
         key = _PEAK_KEY[work.precision]
-        if key not in peaks:
-            can = ", ".join(p for p in PRECISIONS if _PEAK_KEY[p] in peaks)
+        if not computes(cluster.gpu, work.precision):
+            can = ", ".join(p for p in PRECISIONS if computes(cluster.gpu, p))
             raise SpecError(f"{cluster.gpu.name} has no {work.precision} matmuls: it can do {can}.")
         share = rates.sustained(peaks.get("bf16", peaks[key]))
         tokens = columns.micro_batch * work.seq_len / columns.cp
@@ -321,9 +329,8 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     m, c, rates, hidden = machine, machine.columns, machine.rates, machine.work.model.hidden
     router, work = spec.router, machine.work
     experts, top_k = router.experts, router.top_k
-    ep = np.gcd(c.ep, experts)
-    count = experts / ep
-    total = m.own * c.etp * top_k * work.imbalance  # rows of one expert-parallel rank
+    count = experts / layer_ep(spec, c)
+    total = routed_rows(spec, work, c)
     rows = total / count
     width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
     gathered = c.dispatches("allgather")
@@ -343,7 +350,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     own_ratio = rates.fused_ratio * np.where(beyond, rates.deepep_beyond, 1.0)
     ratio = np.where(gathered, 1.0, np.where(fused, own_ratio, rates.alltoall_ratio))
     sent = dispatch(
-        m.own * work.imbalance, hidden, BF16, (experts, top_k, router.groups_kept, router.groups), c, m.groups,
+        m.own * imbalance(spec, work, c), hidden, BF16, (experts, top_k, router.groups_kept, router.groups), c, m.groups,
         copy_per_rank=rates.copy_per_rank > 0,
     )  # fmt: skip
     send, order = _row_moves(router.top_k, total, machine)

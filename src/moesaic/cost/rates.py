@@ -232,12 +232,12 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, split_casts=0.0)
     if not stack.fused:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
-    if cluster.gpu.name.startswith("GB"):
+    if cluster.gpu.superchip:
         rates = replace(rates, gemm_half_peak=_SUPERCHIP_HALF_PEAK)
     if cluster.network == "efa":
         slower = _HOST_NETWORK_SPEED / cluster.network_bandwidth
         rates = replace(rates, **{name: value * slower for name, value in _HOST_NETWORK.items()})
-    if cluster.gpu.name.startswith("MI"):
+    if cluster.gpu.architecture.startswith("cdna"):
         rates = replace(rates, gemm_share=rates.gemm_share * _INSTINCT)
     return replace(rates, **_measured(cluster, rates))
 
