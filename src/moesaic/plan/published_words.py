@@ -205,7 +205,7 @@ def tuned_of(notes: str) -> bool | None:
 
 def degrees_of(notes: str) -> dict[str, int]:
     """Degrees by column that the notes tell of a run's nodes, as in "tp 8 and etp 8 inside the node"."""
-    found = {}
+    found: dict[str, int] = {}
     for clause in notes.lower().split(";"):
         if "inside the node" in clause:
             found |= {name: int(size) for name, size in re.findall(r"\b(tp|cp|ep|etp) (\d{1,4})\b", clause)}
