@@ -35,7 +35,8 @@ class StepPicture:
     """Forward and backward of one expert layer (a dense one in models without) of one micro-batch, or of two where
     they overlap."""
     step_seconds: float
-    """Of the whole step: the simulated part, and the rest of the micro-batches at the pace of the slowest rank."""
+    """Of the whole step: the simulated part, and the rest of the micro-batches at the pace of the slowest rank, and the
+    waits for the host, which no stream shows."""
 
 
 def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: Candidate) -> StepPicture:
@@ -78,7 +79,7 @@ def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: 
         shown,
         whole,
         simulate_layers([pieces[kind]], layout.overlap, contention=contention),
-        timeline.makespan + (whole - shown) * pace,
+        timeline.makespan + (whole - shown) * pace + candidate.time["host"] / candidate.correction,
     )
 
 
