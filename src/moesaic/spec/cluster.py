@@ -282,7 +282,9 @@ def _gpu_of(file: ClusterFile, where: str) -> GpuSpec:
     if file.gpu.peak_tflops is not None:
         own["peak_tflops"] = {**(base.gpu.peak_tflops or {}), **file.gpu.peak_tflops}
     table = base.gpu.model_copy(update=own)
-    here = dict.fromkeys(own.keys() - {"name", "aliases", "vendor", "architecture", "superchip"}, f"given in {Path(where).name}")
+    here = dict.fromkeys(
+        own.keys() - {"name", "aliases", "vendor", "architecture", "superchip"}, f"given in {Path(where).name}"
+    )
     return _gpu_spec(table, base.sources | here | file.sources, where)
 
 
