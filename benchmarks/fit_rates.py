@@ -21,6 +21,7 @@ from scipy.optimize import minimize
 
 from moesaic.cost.corrections import (
     BLOCKS,
+    NINE_IN_TEN,
     Corrections,
     Description,
     Widths,
@@ -43,7 +44,6 @@ and the defaults of `Widths` were chosen by hand on all groups; what is fitted s
 LOOSE = 0.15
 """How far a scale may go from its start, as a standard deviation of its logarithm."""
 FOLDS = 5
-_Z90 = 1.6449
 
 
 class Score:
@@ -119,10 +119,9 @@ def fit(priced: Priced, *, folds: int = FOLDS, calls: int = 400) -> Corrections:
         part = Score(d.take(keep), ratio[keep], groups[keep])
         per_group |= dict.fromkeys(out, part.widths(part.fit(scales, calls // 2)))
     made = replace(made, folds=per_group)
-    scored = score(priced, made)
-    one, spread = made.leave_one_out()
-    ends = (np.abs(one - ratio) / spread, np.abs(scored.mean - ratio) / scored.spread)
-    return replace(made, stretch=tuple(float(np.quantile(end, 0.90) / _Z90) for end in ends))
+    # What ships is stretched by all residuals; `score` stretches each fold by those of the others.
+    ends = (np.abs(mean - ratio) / spread for mean, spread in (made.leave_one_out(), made.left_out()))
+    return replace(made, stretch=tuple(float(np.quantile(end, 0.90) / NINE_IN_TEN) for end in ends))
 
 
 def main() -> None:
@@ -147,7 +146,7 @@ def main() -> None:
         ):
             e = errors(log[mask])
             spread = one_spread if what.startswith("rows") else scored.spread
-            covers = f" covers {(np.abs(log) <= _Z90 * spread)[mask].mean():.2f}" if "left out" in what else ""
+            covers = f" covers {(np.abs(log) <= NINE_IN_TEN * spread)[mask].mean():.2f}" if "left out" in what else ""
             print(
                 f"{name:28s} {what:18s} n {e['rows']:3d} median {e['median']:.3f} mean {e['mean']:.3f} "
                 f"p90 {e['p90']:.3f} max {e['max']:.2f}{covers}"

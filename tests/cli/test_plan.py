@@ -135,6 +135,12 @@ def test_why_and_around(capsys: pytest.CaptureFixture[str]) -> None:
         ([*MIXTRAL, "--memory-headroom", "2"], r"--memory-headroom.*0\.9"),
         ([*MIXTRAL, "--stack", "megatrn"], r"'megatrn': did you mean 'megatron'"),
         ([*MIXTRAL, "--stack", "megatron+graph"], r"only \+graphs"),
+        ([*MIXTRAL, "--stack", "megatron:banana"], r"'banana' is no release.*megatron:26\.06"),
+        ([*MIXTRAL, "--html", "no/such/x.html"], r"--html 'no/such/x.html': there is no folder 'no/such'"),
+        ([*MIXTRAL, "--trace", "no/such/x.json"], r"--trace .*no folder"),
+        ([*MIXTRAL, "--html", "/"], r"--html '/' is a folder"),
+        ([*MIXTRAL, "--launch", "megatron", "--out", "/dev/null/x"], r"--out .*'/dev/null' is no folder"),
+        ([*MIXTRAL, "--network", "ethernet"], r"--network"),
         ([*MIXTRAL, "--launch", "megatrom"], r"'megatrom'.*'megatron'"),
         ([*MIXTRAL, "--precision", "fp7"], r"--precision"),
         ([*MIXTRAL, "--gpu", "a100", "--precision", "fp8"], r"has no fp8 matmuls: it can do .*bf16"),
@@ -147,11 +153,37 @@ def test_why_and_around(capsys: pytest.CaptureFixture[str]) -> None:
         (["mixtral-8x7b", "--gpus", "37", "--global-batch", "36"], r"No layout of 37.*try --gpus 36 or 38"),
         (["gpt2", "--gpus", "8", "--seq-len", "100000"], r"(positions|There is no preset)"),
         (["nowhere.toml"], r"nowhere\.toml"),
-        (["mixtral-8x7b", "--gpu", "nowhere.toml"], r"nowhere\.toml"),
+        (["mixtral-8x7b", "--gpu", "nowhere.toml"], r"--gpu 'nowhere\.toml': there is no such file of a cluster"),
     ],
 )
 def test_bad_questions_get_a_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(said, refusal(arguments, capsys))
+
+
+def test_what_cannot_be_answered_is_refused_before_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["--gpu", "a100", "--precision", "fp8"], ["--html", "no/such/x.html"]):
+        assert main(["plan", *MIXTRAL, *more]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1  # a search prints how far it is
+
+
+def test_other_networks_and_padded_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over EFA dispatch takes a larger share of the step; padded rows need no wait of the host."""
+    asked = ["qwen3-30b-a3b", "--gpus", "16", "--why", "dp16 ep16 mb1"]
+
+    def shares(*more: str) -> dict[str, float]:
+        parts = facts([*asked, *more], capsys)["estimate"]["time_seconds"]
+        return {name: seconds / sum(parts.values()) for name, seconds in parts.items()}
+
+    plain, efa, padded = shares(), shares("--network", "efa"), shares("--stack", "megatron+padded")
+    assert efa["dispatch"] > 1.2 * plain["dispatch"]
+    assert padded["host"] < plain["host"]
+
+
+def test_notes_on_what_published_runs_do_not_cover(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not any("beyond the 1,536" in note for note in answer()["notes"])
+    asked = ["mixtral-8x7b", "--gpus", "2048", "--stack", "megatron:0.13", "--top", "1"]
+    notes = " ".join(facts(asked, capsys)["notes"])
+    assert "2,048 accelerators are beyond the 1,536" in notes and "release 0.13 tells no date" in notes
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,15 +7,18 @@ step. So what must hold here is the shape of each curve, and a level within some
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moesaic.cost.compute import Machine
+from moesaic.cost.correction_terms import describe, terms
 from moesaic.cost.rates import Rates, Stack, rates_for
+from moesaic.cost.step import step_time
 from moesaic.cost.traffic import Bytes, Group, all_gather, all_to_all, dispatch, groups, seconds
 from moesaic.cost.workload import Columns, Workload
-from moesaic.spec.cluster import load_cluster
+from moesaic.spec.cluster import gpu_named, gpu_names, load_cluster
 from moesaic.spec.errors import SpecError
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import resolve_layout, single
@@ -170,6 +173,36 @@ def test_graphs_leave_little_of_a_launch() -> None:
 def test_a_precision_that_the_accelerator_lacks_is_refused() -> None:
     with pytest.raises(SpecError, match="no fp8 matmuls: it can do"):
         machine("a100", "fp8")
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "mi300x", "b200", "gb300", "mi355x"])
+def test_scaled_blocks_need_hardware_for_them(gpu: str) -> None:
+    """mxfp8: Blackwell and CDNA 4 (NVIDIA's and AMD's architecture papers); nvfp4: Blackwell."""
+    can = {"mxfp8": gpu in ("b200", "gb300", "mi355x"), "nvfp4": gpu in ("b200", "gb300")}
+    for precision, works in can.items():
+        if works:
+            machine(gpu, precision)
+        else:
+            with pytest.raises(SpecError, match=f"no {precision} matmuls: it can do .*bf16") as caught:
+                machine(gpu, precision)
+            assert precision not in str(caught.value).partition("can do")[2]
+
+
+@pytest.mark.parametrize("gpu", gpu_names())
+def test_a_name_for_display_changes_no_rate(gpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for name in ("MI-B of mine", "GB H100 B"):
+        file.write_text(f'[cluster]\ngpu = "{gpu}"\ngpus = 8\n[gpu]\nname = "{name}"\n')
+        mine, theirs = load_cluster(str(file)), load_cluster(gpu, 8)
+        assert rates_for(mine, Stack()) == rates_for(theirs, Stack())
+        found = []
+        for cluster in (mine, theirs):
+            work, columns = Workload(MODEL, 4096, 8), Columns.of([single(MODEL)])
+            time = step_time(work, columns, cluster, rates_for(cluster, Stack()))
+            found.append({k: float(v[0][0]) for k, v in terms(describe(work, columns, cluster, Stack(), time)).items()})
+        assert found[0] == found[1]
+        generation = gpu_named(gpu).architecture
+        assert [found[0]["blackwell"], found[0]["hopper"]] == [generation == "blackwell", generation == "hopper"]
 
 
 def test_nothing_sent_takes_no_time() -> None:

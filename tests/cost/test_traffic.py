@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moesaic.cost.rows import received_tokens
 from moesaic.cost.traffic import (
     Bytes,
     Group,
@@ -24,7 +25,7 @@ from moesaic.cost.traffic import (
     tensor_parallel,
     ulysses,
 )
-from moesaic.cost.workload import Columns
+from moesaic.cost.workload import Columns, Workload
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import resolve_layout
 from moesaic.spec.tables import LayoutTable
@@ -151,6 +152,23 @@ def test_cut_experts_gather_what_arrived() -> None:
     more = dispatch(tokens, 7168, BF16, router, cut, groups(cut, 64)).total[0]
     less = dispatch(tokens, 7168, BF16, router, whole, groups(whole, 64)).total[0]
     assert more - less == pytest.approx(tokens * 8 * row)
+
+
+def test_cut_experts_gather_tokens_once_per_rank_where_they_are_sent_once() -> None:
+    """What arrives is a token for each rank that it needs: what memory counts as received tokens."""
+    model = load_model_spec("deepseek-v3")
+    moe = model.layers[-1].moe
+    assert moe is not None
+    r = moe.router
+    cut, whole = (columns(64, ep=8, etp=etp, dispatcher="deepep") for etp in (2, 1))
+    tokens, row = 512.0, 7168 * BF16
+    more, less = (
+        dispatch(tokens, 7168, BF16, (r.experts, r.top_k, r.groups_kept, r.groups), one, groups(one, 64)).total[0]
+        for one in (cut, whole)
+    )
+    work = Workload(model, 512 * int(cut.cp[0] * cut.tp[0]), 64)
+    received = received_tokens(moe, work, replace(cut, micro_batch=np.array([1])))[0]
+    assert more - less == pytest.approx(received / 2 * row)
 
 
 # ---------------------------------------------------------------- groups and conservation

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,16 @@ from moesaic.plan.accuracy import (
     Priced,
     constant_utilisation,
     errors,
+    fold_of,
     price,
     rank_correlation,
     report,
     score,
+    stretch_elsewhere,
     subsets,
+    summary,
 )
-from moesaic.plan.accuracy_page import markdown, overview
+from moesaic.plan.accuracy_page import made_worse, markdown, overview
 from moesaic.plan.published import Published, read_published
 from moesaic.spec.errors import SpecError
 
@@ -109,7 +113,9 @@ def test_rows_that_no_fit_has_seen_use_everything_and_copies_do_not() -> None:
 
 
 def test_intervals_hold_nine_of_ten() -> None:
-    """Of all rows and of expert rows on 16 to 1,536 GPUs, groups left out; and rows left out."""
+    """Of all rows and of expert rows on 16 to 1,536 GPUs, groups left out: each fold's intervals are as wide as the
+    rows of the other folds need. Of rows left out the stretch is from the same residuals, so that these hold nine of
+    ten by construction: there only the stored stretch is tested."""
     fitted, priced = corrections(), whole()
     scored = score(priced, fitted)
     masks = subsets(priced)
@@ -121,17 +127,64 @@ def test_intervals_hold_nine_of_ten() -> None:
     assert 0.85 <= (np.abs(one - fitted.ratio) <= 1.6449 * spread).mean() <= 0.95
 
 
+def test_a_fold_s_own_residuals_do_not_set_its_interval() -> None:
+    standard = np.array([1.0] * 50 + [1000.0] * 50)
+    folds = np.repeat([0, 1], 50)
+    found = stretch_elsewhere(standard, folds)
+    np.testing.assert_allclose(found, np.repeat([1000 / 1.6449, 1 / 1.6449], 50))
+    np.testing.assert_allclose(stretch_elsewhere(standard, np.zeros(100, int)), 1.0)
+    fitted = corrections()
+    assert len(set(fold_of(fitted))) == 5
+    for group in set(fitted.group):
+        assert len(set(fold_of(fitted)[fitted.group == group])) == 1
+
+
 def test_errors_beat_arithmetic_and_the_closed_form_alone() -> None:
-    """Expert rows on 16 to 1,536 GPUs: prints every figure, and holds those that are reached."""
+    """Expert rows on 16 to 1,536 GPUs: prints every figure, and holds those that are reached. Corrections lower the
+    closed form's error over all of them; of some accelerators and sources they raise it, which the page says."""
     fitted, priced = corrections(), whole()
     scored, mask = score(priced, fitted), subsets(priced)["experts, 16 to 1,536 GPUs"]
     left = errors((scored.mean - priced.ratio)[mask])
     one = errors((fitted.leave_one_out()[0] - priced.ratio)[mask])
-    plain = errors(constant_utilisation(priced)[mask])
-    for name, entry in (("groups left out", left), ("rows left out", one), ("constant utilisation", plain)):
+    plain, closed = errors(constant_utilisation(priced)[mask]), errors(-priced.ratio[mask])
+    for name, entry in (
+        ("groups left out", left),
+        ("rows left out", one),
+        ("closed form", closed),
+        ("constant utilisation", plain),
+    ):
         print(f"{name}: median {entry['median']:.1%}, mean {entry['mean']:.1%}, largest {entry['max']:.0%}")
     assert left["median"] < 0.4 * plain["median"] and left["mean"] < 0.4 * plain["mean"]
     assert one["median"] <= 0.07 and one["mean"] <= 0.12
+    assert left["median"] < closed["median"] and left["mean"] < closed["mean"]
+
+
+def test_the_planner_s_order_is_the_closed_form_s() -> None:
+    """One factor for all layouts of a question keeps the closed form's order, which is the better one here: its mean
+    rank correlation is no lower than that of times corrected one by one."""
+    fitted, priced = corrections(), whole()
+    ranks = summary(score(priced, fitted), fitted)["rank correlation"]
+    closed = ranks["closed form"]
+    print(f"closed form {closed['mean']:.2f}, corrected with groups left out {ranks['mean']:.2f}")
+    assert closed["groups"].keys() == ranks["groups"].keys()
+    assert closed["mean"] >= ranks["mean"]
+
+
+def test_the_page_names_what_corrections_make_worse() -> None:
+    def entry(median: float, closed: float, rows: int = 20) -> dict[str, Any]:
+        mean = {"mean": median, "rows": rows}
+        return {"median": median, **mean, "without corrections": {"median": closed, "mean": closed}}
+
+    figures = {
+        "all": entry(0.1, 0.2),
+        "dense": entry(0.3, 0.2),
+        "by hardware": {"X": entry(0.2, 0.1), "Y": entry(0.2, 0.1, rows=2)},
+        "by source": {},
+    }
+    (said,) = made_worse(figures)
+    assert "dense (20 rows: median 20.0% to 30.0% and mean" in said and "on X (" in said
+    assert "all (" not in said and "on Y" not in said
+    assert made_worse({"all": entry(0.1, 0.2)}) == []
 
 
 def test_more_is_known_of_runs_like_others() -> None:

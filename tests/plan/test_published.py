@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from moesaic.plan.published import COLUMNS, Published, Run, read_published, read_rows
 from moesaic.plan.published_models import model_named
-from moesaic.plan.published_words import dispatcher_of, gpu_in, graphs_of, overlap_of, precision_of, recompute_of
+from moesaic.plan.published_words import (
+    degrees_of,
+    dispatcher_of,
+    fused_of,
+    gpu_in,
+    graphs_of,
+    overlap_of,
+    precision_of,
+    recompute_of,
+    tuned_of,
+)
 from moesaic.spec.errors import SpecError
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "published" / "measurements.csv"
@@ -136,6 +146,25 @@ def test_unknown_words_fall_back_and_are_listed() -> None:
     assert "precision bf16" in said and "dispatcher" in said and "stages" in said
 
 
+def test_what_a_row_means_does_not_depend_on_its_source_or_id() -> None:
+    """Every row of the table, read under another name and from nowhere."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    renamed = [row | {"id": f"row-{place}", "source": "somebody"} for place, row in enumerate(rows)]
+    found = read_rows(text_of(*renamed))
+    named = {run.id: run for run in published().runs}
+    assert len(found.runs) == len(named)
+    for run in found.runs:
+        same = named[rows[int(run.id[4:])]["id"]]
+        assert (run.layout, run.work, run.stack, run.traits, run.measured) == (
+            same.layout,
+            same.work,
+            same.stack,
+            same.traits,
+            same.measured,
+        )
+
+
 def test_a_bad_row_leaves_the_others() -> None:
     found = read_rows(text_of(ROW, ROW | {"id": "B", "tp": "x"}, ROW | {"id": "C"}, ROW))
     assert [run.id for run in found.runs] == ["A", "C"]
@@ -202,6 +231,15 @@ def test_no_cell_breaks_the_reader(cells: dict[str, str]) -> None:
         (graphs_of("TE graphs attn+router+preprocess"), "part"),
         (graphs_of("full-iteration CUDA graph, paged stash"), "full"),
         (graphs_of("1F1B EP overlap on, no graphs"), "none"),
+        (graphs_of("step 7: + CPU-side work cut; graphs: part; force-balanced"), "part"),
+        (fused_of("graphs: none; router and permutation not fused; force-balanced"), False),
+        (fused_of("+ router fusion; gradients not fused"), True),
+        (tuned_of("pretrain_performance; mean of last 10 steps"), True),
+        (tuned_of("pretrain; natural routing"), False),
+        (tuned_of("256 GPUs, not tuned for speed"), False),
+        (tuned_of("strong scaling"), None),
+        (tuned_of("SFT; packed sequences"), None),
+        (degrees_of("strong scaling; run with tp 8 and etp 8 inside the node; ep 4 elsewhere"), {"tp": 8, "etp": 8}),
         (overlap_of("EP A2A overlap + delayed wgrad"), ("experts", "weight_gradients")),
         (overlap_of("no EP A2A overlap, hybridep 32 SMs"), ()),
         (overlap_of("EP overlap off; forced balance"), ()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from moesaic.spec.cluster import ClusterSpec
 
 FRAMEWORKS = ("megatron", "megascale", "torchtitan", "moesaic")
+EXTRAS = ("graphs", "padded")
+MEASURED_GPUS = 1536
+"""The most accelerators of runs with experts that docs/accuracy.md reports on."""
 
 
 def plan(
@@ -29,7 +34,13 @@ def plan(
     ],
     gpus: Annotated[int | None, typer.Option(min=1, max=2**20, help="Accelerators in all.")] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Accelerator by name, or a TOML file of one's own cluster.", metavar="NAME|FILE")
+        str | None,
+        typer.Option(
+            help="Accelerator by name, or a TOML file of one's own cluster [default: h100]", metavar="NAME|FILE"
+        ),
+    ] = None,
+    network: Annotated[
+        Literal["efa"] | None, typer.Option(help="What joins nodes where it is no InfiniBand or RoCE.")
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: 4096]")] = None,
     global_batch: Annotated[
@@ -40,7 +51,10 @@ def plan(
     ] = None,
     stack: Annotated[
         str,
-        typer.Option(help=f"Software: {', '.join(FRAMEWORKS)}, with a release as in megatron:26.06, and +graphs."),
+        typer.Option(
+            help=f"Software: {', '.join(FRAMEWORKS)}, with a release as in megatron:26.06, +graphs (CUDA graphs) and "
+            "+padded (rows of experts padded or dropped to a capacity)."
+        ),
     ] = "megatron",
     memory_headroom: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of an accelerator's memory to leave free.")
@@ -74,6 +88,8 @@ def plan(
 
     Times come with an interval that holds nine measurements in ten, from the errors of past predictions.
     """
+    from dataclasses import replace
+
     from moesaic.plan.around import changes
     from moesaic.plan.around import why as explain
     from moesaic.plan.search import search
@@ -88,9 +104,13 @@ def plan(
 
         if launch not in TARGETS:
             raise SpecError(f"There is no launch target {launch!r}: {nearest(launch, TARGETS)}")
+        _check_folder("--out", out)
+    for option, file in (("--html", html), ("--trace", trace)):
+        if file is not None:
+            _check_file(option, file)
     question = _question(
-        source, gpus, gpu, seq_len, global_batch, precision, stack, memory_headroom, imbalance, moments, mtp, top,
-        whole=not fewest_gpus,
+        source, gpus, gpu, network, seq_len, global_batch, precision, stack, memory_headroom, imbalance, moments, mtp,
+        top, whole=not fewest_gpus,
     )  # fmt: skip
     if fewest_gpus:
         question = _fewest(question, quiet=as_json)
@@ -114,6 +134,7 @@ def plan(
             _launch(launch, question, answer.candidate, out)
         return
     result = search(question, (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr)))
+    result = replace(result, notes=(*result.notes, *_beyond(question)))
     if html is not None:
         html.write_text(_page(question, result), encoding="utf-8")
     if trace is not None:
@@ -138,6 +159,7 @@ def _question(
     source: str,
     gpus: int | None,
     gpu: str | None,
+    network: str | None,
     seq_len: int | None,
     global_batch: int | None,
     precision: str | None,
@@ -149,7 +171,8 @@ def _question(
     top: int,
     whole: bool,
 ) -> Question:
-    from moesaic.cost.workload import Workload
+    from moesaic.cost.compute import computes
+    from moesaic.cost.workload import PRECISIONS, Workload
     from moesaic.plan.search import Question
     from moesaic.spec.errors import SpecError
     from moesaic.spec.families import load_model_spec
@@ -166,6 +189,11 @@ def _question(
     else:
         model = load_model_spec(source)
         cluster = _cluster(gpu, gpus)
+    if network is not None:
+        cluster = cluster.model_copy(update={"network": network})
+    if not computes(cluster.gpu, precision or "bf16"):  # type: ignore[arg-type]
+        can = ", ".join(name for name in PRECISIONS if computes(cluster.gpu, name))
+        raise SpecError(f"{cluster.gpu.name} has no {precision or 'bf16'} matmuls: it can do {can}.")
     length = seq_len or min(4096, model.max_positions)
     if model.learned_positions and length > model.max_positions:
         raise SpecError(f"--seq-len {length} is more than the {model.max_positions} positions that {model.name} has.")
@@ -198,6 +226,8 @@ def _cluster(gpu: str | None, gpus: int | None) -> ClusterSpec:
     from moesaic.spec.cluster import load_cluster
     from moesaic.spec.errors import SpecError
 
+    if gpu is not None and gpu.endswith(".toml") and not Path(gpu).is_file():
+        raise SpecError(f"--gpu {gpu!r}: there is no such file of a cluster; docs/hardware.md shows what one holds.")
     if gpus is None and (gpu is None or not gpu.endswith(".toml")):
         raise SpecError("How many accelerators? Give --gpus N (with --fewest-gpus, the most there may be).")
     return load_cluster(gpu or "h100", gpus)
@@ -207,13 +237,50 @@ def _stack(text: str) -> Any:
     from moesaic.cost.rates import Stack
     from moesaic.spec.errors import SpecError, nearest
 
-    name, plus, extra = text.partition("+")
-    framework, _, release = name.partition(":")
+    name, *extras = text.split("+")
+    framework, colon, release = name.partition(":")
     if framework not in FRAMEWORKS:
         raise SpecError(f"--stack {framework!r}: {nearest(framework, FRAMEWORKS)}")
-    if plus and extra != "graphs":
-        raise SpecError(f"--stack {text!r} ends in +{extra}, but only +graphs is known.")
-    return Stack(framework=framework, release=release, graphs=bool(plus))
+    if colon and not re.fullmatch(r"v?\d+(\.\w+)+", release):
+        raise SpecError(f"--stack {text!r}: {release!r} is no release; give its numbers, as in {framework}:26.06.")
+    for extra in extras:
+        if extra not in EXTRAS:
+            raise SpecError(f"--stack {text!r} ends in +{extra}, but only +graphs and +padded are known.")
+    return Stack(framework=framework, release=release, graphs="graphs" in extras, padded="padded" in extras)
+
+
+def _check_file(option: str, file: Path) -> None:
+    """Refuses a file that could not be written, before a search rather than after it."""
+    from moesaic.spec.errors import SpecError
+
+    if file.is_dir():
+        raise SpecError(f"{option} {str(file)!r} is a folder: give a file.")
+    if not file.parent.is_dir():
+        raise SpecError(f"{option} {str(file)!r}: there is no folder {str(file.parent)!r}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise SpecError(f"{option} {str(file)!r} may not be written.")
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    """Refuses a folder that could not be made or written to."""
+    from moesaic.spec.errors import SpecError
+
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise SpecError(f"{option} {str(folder)!r}: {str(there)!r} is no folder that may be written to.")
+
+
+def _beyond(question: Question) -> list[str]:
+    """Notes on what published runs do not cover."""
+    found, gpus, release = [], question.cluster.gpus, question.stack.release
+    if gpus > MEASURED_GPUS:
+        found.append(
+            f"{gpus:,} accelerators are beyond the {MEASURED_GPUS:,} that published runs with experts cover: what "
+            f"changes with scale is not in the interval"
+        )
+    if release and not re.match(r"2\d\.\d\d\b", release):
+        found.append(f"release {release} tells no date (26.06 would): taken as the newest")
+    return found
 
 
 def _fewest(question: Question, quiet: bool) -> Question:

@@ -12,24 +12,30 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.cluster import ClusterSpec, GpuSpec
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 from .counts import attention_norms, visible_positions
 from .rates import Rates
+from .rows import imbalance, layer_ep, routed_rows
 from .traffic import Bytes, Groups, Numbers, dispatch, groups, ring, seconds, tensor_parallel, ulysses
 from .workload import PRECISIONS, Columns, Floats, Precision, Workload
 
 Cause = Literal["compute", "memory_bound", "dispatch", "tensor", "context"]
 CAUSES: tuple[Cause, ...] = ("compute", "memory_bound", "dispatch", "tensor", "context")
-BF16 = 2
-"""Bytes of an activation."""
 _FP8_CASTS = 5
 """Bytes moved per element that is cast: 2 read, 1 written, and 2 for the transposed copy that backward needs."""
 _TILE = 256
 """Columns of a matmul's output that one block of threads makes, on Hopper and Blackwell."""
 _PEAK_KEY: dict[Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+def computes(gpu: GpuSpec, precision: Precision) -> bool:
+    """Whether an accelerator has matmuls of that precision; mxfp8 and nvfp4 need scales of blocks in hardware, nvfp4
+    those of Blackwell (AMD's fp4 has the blocks of OCP MX only)."""
+    needs = {"mxfp8": gpu.microscaled, "nvfp4": gpu.microscaled and not gpu.architecture.startswith("cdna")}
+    return _PEAK_KEY[precision] in gpu.peak_flops and needs.get(precision, True)
 
 
 def _filled(width: Numbers) -> Numbers:
@@ -67,8 +73,10 @@ class Machine:
     groups: Groups
     bandwidth: float
     """Bytes per second of memory at the share that elementwise kernels reach."""
+    item: int
+    """Bytes of an activation outside of quantised inputs of matmuls."""
     bf16: float
-    """FLOP/s that large bf16 matmuls sustain."""
+    """FLOP/s that large matmuls sustain which are not quantised: in bf16, or in fp32 where all is."""
     low: float
     """The same in the workload's precision."""
     own: Floats
@@ -85,9 +93,10 @@ class Machine:
         """
         peaks = cluster.gpu.peak_flops
         key = _PEAK_KEY[work.precision]
-        if key not in peaks:
-            can = ", ".join(p for p in PRECISIONS if _PEAK_KEY[p] in peaks)
+        if not computes(cluster.gpu, work.precision):
+            can = ", ".join(p for p in PRECISIONS if computes(cluster.gpu, p))
             raise SpecError(f"{cluster.gpu.name} has no {work.precision} matmuls: it can do {can}.")
+        full = work.precision == "fp32"
         share = rates.sustained(peaks.get("bf16", peaks[key]))
         tokens = columns.micro_batch * work.seq_len / columns.cp
         return cls(
@@ -97,7 +106,8 @@ class Machine:
             rates,
             groups(columns, cluster.fast_domain),
             cluster.gpu.memory_bandwidth * rates.memory_share,
-            peaks.get("bf16", peaks[key]) * share,
+            4 if full else 2,
+            (peaks[key] if full else peaks.get("bf16", peaks[key])) * share,
             peaks[key] * share * rates.precision_share(work.precision),
             tokens / columns.tp,
             tokens,
@@ -117,7 +127,7 @@ class Machine:
     ) -> Op:
         """[m, k] times [k, n]: the slower of its FLOPs and its bytes, and a fixed time to fill the device."""
         flops, speed = 2.0 * m * n * k, self._reached(self.low if low else self.bf16, n, k)
-        moved = BF16 * (m * k + k * n + m * n) / self.bandwidth
+        moved = self.item * (m * k + k * n + m * n) / self.bandwidth
         once = np.maximum(flops / speed, moved) + self.rates.gemm_seconds
         weight = np.maximum(flops / (speed * self.rates.weight_gradient_share), moved) + self.rates.gemm_seconds
         return Op(name, module, "compute", once, once, weight, in_moe=in_moe)
@@ -127,9 +137,9 @@ class Machine:
         written in fp32 (SimuMax's B200 figures for 128 to 9,832 rows per expert, all three passes: mean error 9 %)."""
         flops, weights = 2.0 * count * rows * n * k, count * n * k
         fixed = self.rates.gemm_seconds + self.rates.group_seconds * (count - 1)
-        item = 1 if self.low > self.bf16 else BF16
+        item = 1 if self.low > self.bf16 else self.item
         unhidden = self.rates.unhidden_load / self.bandwidth
-        moved = BF16 * count * rows * (n + k)
+        moved = self.item * count * rows * (n + k)
         speed = self._reached(self.low, n, k)
         once = flops / speed + (item * weights + moved) * unhidden + fixed
         weight = flops / (speed * self.rates.weight_gradient_share) + (4 * weights + moved) * unhidden + fixed
@@ -187,11 +197,11 @@ class LayerOps:
 def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
     """One decoder layer."""
     m, hidden = machine, machine.work.model.hidden
-    ops = [m.memory("norm.input", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden)]
+    ops = [m.memory("norm.input", "layernorm", 2 * m.item * m.own * hidden, 3 * m.item * m.own * hidden)]
     attention, weights = _attention(layer.attention, machine)
     ops += attention
-    ops.append(m.memory("residual.attention", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
-    ops.append(m.memory("norm.feed_forward", "layernorm", 2 * BF16 * m.own * hidden, 3 * BF16 * m.own * hidden))
+    ops.append(m.memory("residual.attention", "", 3 * m.item * m.own * hidden, m.item * m.own * hidden))
+    ops.append(m.memory("norm.feed_forward", "layernorm", 2 * m.item * m.own * hidden, 3 * m.item * m.own * hidden))
     expert: Numbers = 0.0
     wait: Numbers = 0.0
     if layer.mlp is not None:
@@ -205,20 +215,20 @@ def layer_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
         # What sends rows by counts needs these on the host before experts can start.
         counted = (m.columns.ep > 1) & m.columns.dispatches("alltoall", "hierarchical", "deepep", "hybridep")
         wait = np.where(counted, m.rates.sync_seconds, 0.0)
-    ops.append(m.memory("residual.feed_forward", "", 3 * BF16 * m.own * hidden, BF16 * m.own * hidden))
+    ops.append(m.memory("residual.feed_forward", "", 3 * m.item * m.own * hidden, m.item * m.own * hidden))
     return LayerOps(ops, weights + 2 * hidden + attention_norms(layer.attention), expert, wait)
 
 
 def _gather(machine: Machine, name: str, module: str, width: int, in_moe: bool = False, where: Numbers = 1.0) -> Op:
     """Rows of the tensor-parallel group gathered before a matmul; backward scatters their gradient, and gathers the
     rows again where they were not kept."""
-    sent = tensor_parallel(machine.tokens * where, width, BF16, machine.groups.tp)
+    sent = tensor_parallel(machine.tokens * where, width, machine.item, machine.groups.tp)
     return machine.exchange(name, module, "tensor", sent, back=1 + machine.rates.regather, in_moe=in_moe)
 
 
 def _scatter(machine: Machine, name: str, module: str, width: int, in_moe: bool = False, where: Numbers = 1.0) -> Op:
     """Sums of rows scattered after a matmul; backward gathers their gradient."""
-    sent = tensor_parallel(machine.tokens * where, width, BF16, machine.groups.tp)
+    sent = tensor_parallel(machine.tokens * where, width, machine.item, machine.groups.tp)
     return machine.exchange(name, module, "tensor", sent, in_moe=in_moe)
 
 
@@ -232,9 +242,9 @@ def _attention(spec: AttentionSpec, machine: Machine) -> tuple[list[Op], Numbers
         ops += m.cast("attention.cast_input", "", m.own * hidden)
         if spec.q_rank is not None:
             ops.append(m.gemm("attention.query_down", "", m.own, spec.q_rank, hidden))
-            ops.append(m.memory("attention.query_norm", "layernorm", 2 * BF16 * m.own * spec.q_rank))
+            ops.append(m.memory("attention.query_norm", "layernorm", 2 * m.item * m.own * spec.q_rank))
         ops.append(m.gemm("attention.latent_down", "", m.own, latent, hidden))
-        ops.append(m.memory("attention.latent_norm", "layernorm", 2 * BF16 * m.own * (spec.kv_rank or 0)))
+        ops.append(m.memory("attention.latent_norm", "layernorm", 2 * m.item * m.own * (spec.kv_rank or 0)))
         ops.append(_gather(m, "tensor.latents", "", latent + (spec.q_rank or hidden)))
         up = (spec.nope_dim or 0) + spec.v_head_dim
         query_in = spec.q_rank or hidden
@@ -245,7 +255,7 @@ def _attention(spec: AttentionSpec, machine: Machine) -> tuple[list[Op], Numbers
         weights = weights + (hidden * spec.q_rank if spec.q_rank else 0) + query_in * heads * spec.head_dim
         q, kv = heads * spec.head_dim, heads * (spec.head_dim + spec.v_head_dim)
         # Keys and values are put together from the latent's parts and the shared rotary key.
-        ops.append(m.memory("attention.rope", "mla_up_proj", 2 * BF16 * m.tokens * (q + kv), kernels=4))
+        ops.append(m.memory("attention.rope", "mla_up_proj", 2 * m.item * m.tokens * (q + kv), kernels=4))
     else:
         q, kv = heads * spec.head_dim, kv_heads * (spec.head_dim + spec.v_head_dim)
         ops.append(_gather(m, "tensor.attention_in", "", hidden))
@@ -254,10 +264,10 @@ def _attention(spec: AttentionSpec, machine: Machine) -> tuple[list[Op], Numbers
         weights = hidden * (q + kv)
         rotated = q + kv_heads * spec.head_dim
         ops.append(
-            m.memory("attention.rope", "", 2 * BF16 * m.tokens * rotated, 2 * BF16 * m.tokens * rotated, kernels=3)
+            m.memory("attention.rope", "", 2 * m.item * m.tokens * rotated, 2 * m.item * m.tokens * rotated, kernels=3)
         )
         if spec.qk_norm != "none":
-            ops.append(m.memory("attention.qk_norm", "layernorm", 2 * BF16 * m.tokens * rotated, kernels=2))
+            ops.append(m.memory("attention.qk_norm", "layernorm", 2 * m.item * m.tokens * rotated, kernels=2))
     out = heads * spec.v_head_dim
     ops += _core(spec, machine, q, kv, out)
     ops += m.cast("attention.cast_output", "", m.tokens * out)
@@ -272,8 +282,8 @@ def _core(spec: AttentionSpec, machine: Machine, q: Numbers, kv: Numbers, out: N
     seq, cp = m.work.seq_len, m.groups.cp
     # Fewer key heads than ranks travel as one per rank (as in our trainer).
     kv_sent = np.maximum(kv, c.cp * (spec.head_dim + spec.v_head_dim)) if spec.kind == "gqa" else kv
-    heads_sent = ulysses(m.tokens, q + kv_sent + out, BF16, cp)
-    ring_sent = ring(m.tokens, kv, BF16, cp)
+    heads_sent = ulysses(m.tokens, q + kv_sent + out, m.item, cp)
+    ring_sent = ring(m.tokens, kv, m.item, cp)
     ratio = np.where(c.ring, 1.0, rates.alltoall_ratio)
     back = np.where(c.ring, 2.0, 1.0)
     sent = Bytes(
@@ -306,8 +316,8 @@ def _mlp(
         m.memory(
             f"{name}.activation",
             module,
-            BF16 * m.tokens * width * (ways + 1),
-            BF16 * m.tokens * width * (2 * ways + 1),
+            m.item * m.tokens * width * (ways + 1),
+            m.item * m.tokens * width * (2 * ways + 1),
             in_moe=in_moe,
         )
     )
@@ -321,9 +331,8 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     m, c, rates, hidden = machine, machine.columns, machine.rates, machine.work.model.hidden
     router, work = spec.router, machine.work
     experts, top_k = router.experts, router.top_k
-    ep = np.gcd(c.ep, experts)
-    count = experts / ep
-    total = m.own * c.etp * top_k * work.imbalance  # rows of one expert-parallel rank
+    count = experts / layer_ep(spec, c)
+    total = routed_rows(spec, work, c)
     rows = total / count
     width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
     gathered = c.dispatches("allgather")
@@ -342,15 +351,14 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     beyond = c.dispatches("deepep") & (m.groups.ep.inside > m.cluster.node_size)
     own_ratio = rates.fused_ratio * np.where(beyond, rates.deepep_beyond, 1.0)
     ratio = np.where(gathered, 1.0, np.where(fused, own_ratio, rates.alltoall_ratio))
-    sent = dispatch(
-        m.own * work.imbalance, hidden, BF16, (experts, top_k, router.groups_kept, router.groups), c, m.groups,
-        copy_per_rank=rates.copy_per_rank > 0,
-    )  # fmt: skip
+    choice = (experts, top_k, router.groups_kept, router.groups)
+    per_rank = rates.copy_per_rank > 0
+    sent = dispatch(m.own * imbalance(spec, work, c), hidden, m.item, choice, c, m.groups, copy_per_rank=per_rank)
     send, order = _row_moves(router.top_k, total, machine)
     # Where norms are recomputed, what was gathered of their outputs is gathered again (MegaScale-MoE, Fig. 8b).
     again = 1 + np.where(gathered, np.maximum(rates.regather, c.recomputes("layernorm")), 0.0)
     # Where network cards need the host, each exchange has a cost, and each row that a kernel sends on its own.
-    crossing = np.asarray(sent.network) / (BF16 * hidden)
+    crossing = np.asarray(sent.network) / (m.item * hidden)
     late = np.where(crossing > 0, rates.exchange_seconds + np.where(fused, crossing * rates.row_seconds, 0.0), 0.0)
     there = m.exchange(
         "dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3, late=late
@@ -363,15 +371,15 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
         m.memory(
             "experts.activation",
             "moe_act",
-            BF16 * total * width * (ways + 1),
-            BF16 * total * width * (2 * ways + 1),
+            m.item * total * width * (ways + 1),
+            m.item * total * width * (2 * ways + 1),
             in_moe=True,
         )
     )
     ops += m.cast("experts.cast_middle", "moe_act", total * width, True, casts)
     ops.append(m.grouped("experts.down", count, rows, hidden, width))
     if spec.expert.bias:  # grouped matmuls have no bias of their own: it is added to both outputs, and summed backward
-        biased = BF16 * total * (ways * width + hidden)
+        biased = m.item * total * (ways * width + hidden)
         ops.append(m.memory("experts.bias", "moe", 2 * biased, biased, kernels=2, in_moe=True))
     back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3, late=late)
     ops += [moved("permute.back", order), back, moved("permute.sum", send)]
@@ -388,7 +396,7 @@ def _row_moves(top_k: int, total: Numbers, machine: Machine) -> tuple[Floats, Fl
     HybridEP send from where rows are, and an all-gather too; what they bring is copied once per choice.
     """
     m, c = machine, machine.columns
-    row = BF16 * m.work.model.hidden
+    row = m.item * m.work.model.hidden
     sorts = c.dispatches("alltoall", "hierarchical")
     send = np.where(sorts, m.own * (1 + top_k) * row, 0.0)
     brought = np.where(c.dispatches("allgather"), m.own * c.ep * c.etp, total / top_k)
@@ -398,35 +406,38 @@ def _row_moves(top_k: int, total: Numbers, machine: Machine) -> tuple[Floats, Fl
 def _shared(spec: MoeSpec, machine: Machine) -> list[Op]:
     if spec.shared is None:
         return []
-    c = machine.columns
+    m, c = machine, machine.columns
     same = c.dispatches("allgather") & (c.ep * c.etp == c.tp) & (machine.rates.merge_shared > 0)
     apart = np.where(same, 0.0, 1.0)
     ops, _ = _mlp(spec.shared, machine, "shared_experts", "shared_experts", in_moe=True, where=apart)
-    ops.append(
-        machine.memory("shared_experts.add", "", 3 * BF16 * machine.own * machine.work.model.hidden, in_moe=True)
-    )
+    ops.append(m.memory("shared_experts.add", "", 3 * m.item * m.own * m.work.model.hidden, in_moe=True))
     return ops
 
 
 def embedding_ops(machine: Machine) -> LayerOps:
     """The token embedding: a gather of rows, and its gradient in fp32."""
     m, model = machine, machine.work.model
-    ops = [m.memory("embedding.rows", "", 2 * BF16 * m.own * model.hidden, 8 * m.own * model.hidden)]
+    ops = [m.memory("embedding.rows", "", 2 * m.item * m.own * model.hidden, 8 * m.own * model.hidden)]
     ops.append(_scatter(m, "tensor.embedding", "", model.hidden))
     return LayerOps(ops, model.vocab * model.hidden / m.columns.tp)
 
 
 def head_ops(machine: Machine) -> LayerOps:
-    """Final norm, head and loss; matmuls stay in bf16 whatever the precision of layers."""
+    """Final norm, head and loss; the matmul is never quantised."""
     m, model = machine, machine.work.model
     vocab = model.vocab / m.columns.tp
     ops = [
-        m.memory("norm.final", "", 2 * BF16 * m.own * model.hidden, 3 * BF16 * m.own * model.hidden),
+        m.memory("norm.final", "", 2 * m.item * m.own * model.hidden, 3 * m.item * m.own * model.hidden),
         _gather(m, "tensor.head", "", model.hidden),
         m.gemm("head.matmul", "", m.tokens, vocab, model.hidden, low=False),
-        # Logits are read in bf16, and their softmax written and read in fp32 and bf16.
+        # Logits are read, and their softmax written and read in fp32 and in their own type.
         m.memory(
-            "loss.softmax", "loss", 8 * m.tokens * vocab, 6 * m.tokens * vocab, kernels=6, share=m.rates.loss_share
+            "loss.softmax",
+            "loss",
+            (4 + 2 * m.item) * m.tokens * vocab,
+            (4 + m.item) * m.tokens * vocab,
+            kernels=6,
+            share=m.rates.loss_share,
         ),
     ]
     return LayerOps(ops, 0.0 if model.tied_embeddings else vocab * model.hidden)
@@ -437,7 +448,7 @@ def mtp_ops(layer: LayerSpec, machine: Machine) -> LayerOps:
     m, hidden = machine, machine.work.model.hidden
     body, head = layer_ops(layer, machine), head_ops(machine)
     ops = [
-        m.memory("norm.mtp", "layernorm", 4 * BF16 * m.own * hidden, 6 * BF16 * m.own * hidden, kernels=3),
+        m.memory("norm.mtp", "layernorm", 4 * m.item * m.own * hidden, 6 * m.item * m.own * hidden, kernels=3),
         m.gemm("mtp.projection", "", m.tokens, hidden / m.columns.tp, 2 * hidden),
         _scatter(m, "tensor.mtp", "", hidden),
     ]

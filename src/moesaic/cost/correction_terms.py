@@ -61,6 +61,7 @@ NUMBERS = (
 WORDS = (
     "model",
     "gpu",
+    "architecture",
     "precision",
     "granularity",
     "graphs",
@@ -133,6 +134,7 @@ def describe(
     words = {
         "model": model.name,
         "gpu": cluster.gpu.name,
+        "architecture": cluster.gpu.architecture,
         "precision": work.precision,
         **{name: getattr(traits, name) for name in ("granularity", "graphs", "network", "backend", "routing")},
         "framework": stack.framework,
@@ -169,8 +171,7 @@ def terms(d: Description) -> dict[str, tuple[Floats, float]]:
     def word(name: str, *values: str) -> Floats:
         return np.isin(w[name].astype(str), values).astype(np.float64)
 
-    blackwell = np.array(["B" in name and "MI" not in name for name in w["gpu"]], np.float64)
-    hopper = np.array([name[:2] in ("H1", "H2", "H8") for name in w["gpu"]], np.float64)
+    blackwell, hopper = word("architecture", "blackwell"), word("architecture", "hopper")
     part, whole, bare = (word("graphs", name) for name in ("part", "full", "none"))
     small = -(0.5 * tokens + n["hidden"])
     efa, dispatch = word("network", "efa"), n["dispatch"]

@@ -44,7 +44,6 @@ __all__ = [
 
 NINE_IN_TEN = 1.6449
 """Standard deviations on each side that hold 90 % of a normal distribution."""
-"""Standard deviations on either side that hold nine of ten."""
 
 _SCALES = {
     "tokens": 1.0, "rows": 1.0, "width": 1.0, "hidden": 1.0, "gpus": 0.5, "ep": 1.0, "tp": 1.5, "layers": 2.0,

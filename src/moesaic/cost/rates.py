@@ -161,8 +161,12 @@ class Rates:
     slowdown_network: float = 0.02
     """The same for gradients and parameters, which mostly cross the network. (c)"""
     # ------------------------------------------------------------ the step
+    host_memory: float = 50e9
+    """Bytes per second of host memory that an accelerator's share of a node updates parameters with: 400 GB/s for eight
+    on two sockets of eight channels of DDR5. (x)"""
     straggler: float = 0.004
-    """Waiting for the slowest rank, as a share of the step per doubling of the ranks that average gradients. (x)"""
+    """Waiting for the slowest rank, as a share of the step per doubling of the fast domains whose ranks average
+    gradients together. (x)"""
     step_seconds: float = 10e-3
     """Fixed cost of a step: data, gradient norm, counters. (x)"""
 
@@ -201,6 +205,11 @@ _SUPERCHIP_HALF_PEAK = 5.5e15
 mxfp8 matmuls on GB200, attention at 1,324 and 1,083)"""
 
 
+_SUPERCHIP_HOST_MEMORY = 200e9
+"""`host_memory` of GB200 and GB300: one Grace of 512 GB/s, by NVIDIA's data sheet, for two accelerators, at 0.8 of it.
+(x; m: 15 to 20 GB of states on the host cost 0.1 to 0.2 s a step)"""
+
+
 _HOST_NETWORK = {"exchange_seconds": 3.2e-3, "row_seconds": 0.9e-6}
 """Of EFA at 400 Gbit/s per accelerator, whose cards start no message without the host; half at twice the speed. (w: a
 layer of 512 tokens a rank takes 18 ms with its four exchanges over two nodes of H100 and 11 ms over two of B300,
@@ -232,12 +241,14 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, split_casts=0.0)
     if not stack.fused:
         rates = replace(rates, permute_share=rates.permute_share * _NOT_FUSED)
-    if cluster.gpu.name.startswith("GB"):
-        rates = replace(rates, gemm_half_peak=_SUPERCHIP_HALF_PEAK)
+    if cluster.gpu.superchip:
+        rates = replace(rates, gemm_half_peak=_SUPERCHIP_HALF_PEAK, host_memory=_SUPERCHIP_HOST_MEMORY)
+    if cluster.gpu.architecture == "cpu":
+        rates = replace(rates, host_memory=cluster.gpu.memory_bandwidth)
     if cluster.network == "efa":
         slower = _HOST_NETWORK_SPEED / cluster.network_bandwidth
         rates = replace(rates, **{name: value * slower for name, value in _HOST_NETWORK.items()})
-    if cluster.gpu.name.startswith("MI"):
+    if cluster.gpu.architecture.startswith("cdna"):
         rates = replace(rates, gemm_share=rates.gemm_share * _INSTINCT)
     return replace(rates, **_measured(cluster, rates))
 

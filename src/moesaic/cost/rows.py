@@ -7,6 +7,7 @@ import numpy as np
 from moesaic.spec.model import MoeSpec
 
 from .habits import Habits
+from .traffic import distinct_places
 from .workload import Columns, Floats, Ints, Workload
 
 
@@ -46,15 +47,12 @@ def routed_rows(moe: MoeSpec, work: Workload, columns: Columns) -> Floats:
 
 
 def received_tokens(moe: MoeSpec, work: Workload, columns: Columns) -> Floats:
-    """Distinct tokens behind those rows: T·ep·etp · (1 − C(E − e, k) / C(E, k)) for e = E / ep experts on the rank, and
-    no more than the rows. It is what a dispatcher receives that sends a token once however many experts it has there.
+    """Distinct tokens behind those rows: T·etp for each of the places among its ep that a token needs
+    (`traffic.distinct`, with the limits of group-limited routing), and no more than the rows. It is what a dispatcher
+    receives that sends a token once however many experts it has there.
     """
-    experts, top_k = moe.router.experts, moe.router.top_k
-    places = layer_ep(moe, columns)
-    local = experts / places
-    missed = np.ones(len(columns))
-    for pick in range(top_k):
-        missed = missed * np.maximum(experts - local - pick, 0.0) / (experts - pick)
-    distinct = tokens_per_rank(work, columns) * places * columns.etp * (1 - missed)
+    router = moe.router
+    needed = distinct_places(layer_ep(moe, columns), router.experts, router.top_k, router.groups_kept, router.groups)
+    distinct = tokens_per_rank(work, columns) * columns.etp * needed
     rows = routed_rows(moe, work, columns)
     return np.minimum(distinct * imbalance(moe, work, columns), rows)

@@ -19,14 +19,17 @@ from moesaic.spec.layout import Layout
 from moesaic.spec.model import LayerSpec, ModelSpec
 from moesaic.spec.stages import Stage
 
+from .activations import layer_kept
 from .compute import CAUSES, LayerOps, Machine, Op, embedding_ops, head_ops, layer_ops, mtp_ops
 from .rates import Rates
 from .traffic import Bytes, Group, Numbers, data_parallel, seconds
-from .workload import Columns, Floats, Workload
+from .workload import SCHEDULES, SHARDING, Columns, Floats, Workload
 
 if TYPE_CHECKING:
     from .timeline import Piece, Stream
 
+_LEVEL = {name: place for place, name in enumerate(SHARDING)}
+_ZERO_BUBBLE, _DUALPIPE = SCHEDULES.index("zero_bubble"), SCHEDULES.index("dualpipe")
 _COMMUNICATION = ("dispatch", "tensor", "context")
 
 
@@ -101,7 +104,7 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
     parts = {name: spent(name) for name in (*CAUSES, "host")}
     hidden = micro * np.einsum("nk,nk->n", mine, np.stack([kind.hidden for kind in kinds], 1))
     bubble = _bubble(columns, times, forward, backward, weight, slowest)
-    send = seconds(_to_next(machine), cluster, rates, 1.0)
+    send = next_stage_seconds(machine)
     plain = columns.virtual_stages == 1
     pipeline = np.where(columns.pp > 1, 2 * send * (np.where(plain, micro, 0.0) + columns.pp - 1), 0.0)
     hidden += np.where(columns.pp > 1, 2 * send * np.where(plain, 0.0, micro * columns.virtual_stages), 0.0)
@@ -109,8 +112,13 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
     dense, expert = (
         np.einsum("nk,nk->n", mine, np.stack([getattr(k, n) for k in kinds], 1)) for n in ("dense", "expert")
     )
+    both = np.where(columns.schedule == _DUALPIPE, 2.0, 1.0)  # states of two stages, each half of the micro-batches
+    dense, expert = dense * both, expert * both
     data, under = _data(dense, expert, machine, micro, forward[at, slowest], backward[at, slowest])
     optimizer, offload = _optimizer(dense, expert, machine)
+    if columns.offloads("activations").any():
+        away = [_activation_copies(layer, kind, machine) for layer, kind in zip(layers, kinds, strict=True)]
+        offload = offload + micro * np.einsum("nk,nk->n", mine, np.stack(away, 1))
     parts["host"] = parts["host"] + rates.step_seconds
     total = sum(parts.values()) + bubble + pipeline + data + optimizer + offload
     waiting = total * rates.straggler * np.log2(np.maximum(columns.dp * columns.cp / machine.groups.data.inside, 1))
@@ -146,9 +154,11 @@ def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Flo
     if model.mtp and work.mtp:
         layers.append("mtp")
     # One list of virtual stages may be cut into ranks in several ways: 4·1 and 2·2 ranks and chunks are alike.
-    keys, which = np.unique(np.stack([columns.stages, columns.pp], 1), axis=0, return_inverse=True)
+    both = columns.schedule == _DUALPIPE
+    keys, which = np.unique(np.stack([columns.stages, columns.pp, both], 1), axis=0, return_inverse=True)
     tables = [
-        _ranks(columns.stage_lists[index], int(pp), place, len(layers), model, work.mtp) for index, pp in keys.tolist()
+        _ranks(columns.stage_lists[index], int(pp), bool(two), place, len(layers), model, work.mtp)
+        for index, pp, two in keys.tolist()
     ]
     most = max((len(table) for table, _ in tables), default=1)
     counts, times = np.zeros((len(tables), most, len(layers))), np.zeros((len(tables), most))
@@ -159,9 +169,11 @@ def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Flo
 
 
 def _ranks(
-    stages: tuple[Stage, ...], pp: int, place: list[int], kinds: int, model: ModelSpec, mtp: bool
+    stages: tuple[Stage, ...], pp: int, both: bool, place: list[int], kinds: int, model: ModelSpec, mtp: bool
 ) -> tuple[Floats, Floats]:
-    """Distinct rows of layers by kind among the `pp` ranks, and how often each stands."""
+    """Distinct rows of layers by kind that one micro-batch passes on each of the `pp` ranks, and how often each stands.
+    With `both` (DualPipe) a rank has its own stage and the one as far from the other end, and half of the micro-batches
+    pass each."""
     rows = np.zeros((pp, kinds))
     decoder = kinds - 2 - (1 if model.mtp and mtp else 0)
     for number, stage in enumerate(stages):
@@ -172,6 +184,8 @@ def _ranks(
         row[decoder + 1] += stage.head
         if stage.mtp and model.mtp and mtp:
             row[decoder + 2] += len(model.mtp)
+    if both:
+        rows = (rows + rows[::-1]) / 2
     unique, often = np.unique(rows, axis=0, return_counts=True)
     return unique, often.astype(np.float64)
 
@@ -246,7 +260,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
     device_front, device_back = sum(front.values()), sum(back.values())
     each = rates.launch_seconds * rates.framework_work
     host_front = np.maximum(launches_front * each - device_front, 0.0) + layer.wait
-    host_back = np.maximum(launches_back * each - device_back, 0.0)
+    host_back = np.maximum(launches_back * each - device_back, 0.0) + layer.wait * columns.recomputes("moe")
     parts: dict[str, Floats] = {c: front[c] + back[c] + zero for c in CAUSES}
     parts["host"] = host_front + host_back + zero
     shown = sum(front[c] + back[c] for c in _COMMUNICATION)
@@ -260,10 +274,17 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
 
 
 def _to_next(machine: Machine) -> Bytes:
-    """One micro-batch's hidden states of a rank, to the next pipeline stage."""
-    sent = machine.own * machine.work.model.hidden * 2.0
-    near = machine.groups.pp.inside > 1
+    """One micro-batch's hidden states of a rank, to the next pipeline stage; a pipeline that leaves its fast domain is
+    as slow as its hops over the network."""
+    sent = machine.own * machine.work.model.hidden * float(machine.item)
+    near = machine.groups.pp.inside == machine.groups.pp.size
     return Bytes(np.where(near, sent, 0.0), np.where(near, 0.0, sent))
+
+
+def next_stage_seconds(machine: Machine) -> Floats:
+    """Seconds [N] of one micro-batch's hidden states to the next pipeline stage; 0 without a pipeline."""
+    sent = seconds(_to_next(machine), machine.cluster, machine.rates)
+    return np.where(machine.columns.pp > 1, sent, 0.0)
 
 
 def _bubble(
@@ -280,7 +301,7 @@ def _bubble(
     schedule = columns.schedule[:, None]
     pp = columns.pp[:, None]
     each = np.select(
-        [schedule == 2, schedule == 3],
+        [schedule == _ZERO_BUBBLE, schedule == _DUALPIPE],
         [
             np.maximum(forward + backward - 2 * weight, 0.0),
             np.maximum(forward + 2 * backward - 3 * weight, 0.0) * np.maximum(pp / 2 - 1, 0) / np.maximum(pp - 1, 1),
@@ -301,11 +322,12 @@ def _data(
     work, columns, cluster, rates, g = machine.work, machine.columns, machine.cluster, machine.rates, machine.groups
     reduce, gather = np.zeros(len(columns)), np.zeros(len(columns))
     for count, ranks in ((dense, g.data), (expert, g.edp)):
-        gradients, parameters = data_parallel(count, ranks, columns, work.gradient_bytes, 2, micro)
+        gradients, parameters = data_parallel(count, ranks, columns, work.gradient_bytes, machine.item, micro)
         reduce = reduce + seconds(gradients, cluster, rates)
         gather = gather + seconds(parameters, cluster, rates)
     chunks = columns.virtual_stages
-    again = np.where(columns.sharding == 3, 0.5, 0.0)
+    sharded = columns.sharding == _LEVEL["parameters"]
+    again = np.where(sharded, 0.5, 0.0)
     first, second = gather * (1 - again), gather * again
 
     def under(time: Floats, window: Floats, passes: Floats) -> Floats:
@@ -316,9 +338,9 @@ def _data(
         return first + np.minimum(time * rest, np.maximum(passes, columns.pp) * window * rest)
 
     reduces, gathers = columns.overlaps("gradients"), columns.overlaps("parameters")
-    front = under(np.where(gathers, first, 0.0), forward, np.where(columns.sharding == 3, micro, 1.0))
+    front = under(np.where(gathers, first, 0.0), forward, np.where(sharded, micro, 1.0))
     behind = np.where(reduces, reduce, 0.0) + np.where(gathers, second, 0.0)
-    hidden = front + under(behind, backward, np.where(columns.sharding >= 2, micro, 1.0))
+    hidden = front + under(behind, backward, np.where(columns.sharding >= _LEVEL["gradients"], micro, 1.0))
     hidden = hidden * rates.hidden_gradients * (1 - rates.slowdown_network)
     return reduce + gather - hidden, hidden
 
@@ -327,34 +349,66 @@ def _optimizer(dense: Floats, expert: Floats, machine: Machine) -> tuple[Floats,
     """Seconds of the update, and of moving what it needs where it runs on the host.
 
     Per parameter of the shard: master weight and two moments are read and written, the gradient is read, the bf16
-    weight written; the gradients' norm reads them once more.
+    weight written; the gradients' norm reads them once more. On the host master weight, moments and gradient (28 bytes
+    with fp32 moments) go through its memory, which the accelerators of a node share; gradients are copied there, and
+    weights back.
     """
     work, columns, cluster, g = machine.work, machine.columns, machine.cluster, machine.groups
 
     def shard(count: Floats, ranks: Group) -> Floats:
-        return np.where(columns.sharding == 0, count, count * columns.replicas / ranks.size)
+        return np.where(columns.sharding == _LEVEL["none"], count, count * columns.replicas / ranks.size)
 
     held = shard(dense, g.data) + shard(expert, g.edp)
-    moved = held * (8 + 4 * work.moment_bytes + 2 * work.gradient_bytes + 2)
+    states = 8 + 4 * work.moment_bytes
+    weight = 0 if work.precision == "fp32" else machine.item  # in fp32 weight and master weight are one
+    moved = held * (states + 2 * work.gradient_bytes + weight) / machine.bandwidth
     away = columns.offloads("optimizer")
-    update = np.where(away, 0.0, moved / machine.bandwidth)
-    copies = np.where(away, held * (work.gradient_bytes + 2) / cluster.gpu.host_bandwidth, 0.0)
+    update = np.where(away, held * (states + work.gradient_bytes) / machine.rates.host_memory, moved)
+    copies = np.where(away, held * (work.gradient_bytes + machine.item) / cluster.gpu.host_bandwidth, 0.0)
     return update, copies
+
+
+def _activation_copies(layer: LayerSpec | str, kind: _Kind, machine: Machine) -> Floats:
+    """Exposed seconds of one micro-batch in which a layer's kept activations go to host memory, under its forward, and
+    come back, under its backward."""
+    work, columns = machine.work, machine.columns
+    if layer == "mtp":
+        layer = work.model.mtp[0]
+    if isinstance(layer, str):
+        return np.zeros(len(columns))
+    kept = sum((row.left(columns) for row in layer_kept(work.model, layer, work, columns)), np.zeros(len(columns)))
+    once = kept / machine.cluster.gpu.host_bandwidth
+    shown = np.maximum(once - kind.forward, 0.0) + np.maximum(once - kind.backward, 0.0)
+    return np.where(columns.offloads("activations"), shown, 0.0)
 
 
 # ---------------------------------------------------------------- pieces for a timeline
 
 
+def layer_names(model: ModelSpec) -> list[str]:
+    """The kind of each decoder layer, by its name in `layer_pieces`: "dense" and "moe", and "moe 2" and so on for
+    those whose cost differs from that of the first ones, as that of windowed and full attention."""
+    known: dict[tuple[object, ...], str] = {}
+    names = []
+    for layer in model.layers:
+        key = _signature(layer)
+        if key not in known:
+            name = "dense" if layer.moe is None else "moe"
+            number = 1 + sum(other.split()[0] == name for other in known.values())
+            known[key] = name if number == 1 else f"{name} {number}"
+        names.append(known[key])
+    return names
+
+
 def layer_pieces(work: Workload, layout: Layout, cluster: ClusterSpec, rates: Rates) -> dict[str, tuple[Piece, ...]]:
-    """The operations of one micro-batch through one layer of each kind, in order of forward: "dense", "moe", "mtp",
-    "embedding" and "head" (kinds that the model lacks are absent), with their seconds."""
+    """The operations of one micro-batch through one layer of each kind, in order of forward: those of `layer_names`,
+    "mtp", "embedding" and "head" (kinds that the model lacks are absent), with their seconds."""
     from .timeline import Piece
 
     columns = Columns.of([layout])
     machine = Machine.of(work, columns, cluster, rates)
     wanted: dict[str, LayerOps] = {"embedding": embedding_ops(machine), "head": head_ops(machine)}
-    for layer in work.model.layers:
-        name = "dense" if layer.moe is None else "moe"
+    for name, layer in zip(layer_names(work.model), work.model.layers, strict=True):
         if name not in wanted:
             wanted[name] = layer_ops(layer, machine)
     if work.mtp and work.model.mtp:

@@ -16,8 +16,9 @@ import numpy as np
 from moesaic.spec.cluster import ClusterSpec, members_in_domain
 
 from .rates import Rates
-from .workload import Columns, Floats
+from .workload import SHARDING, Columns, Floats
 
+_LEVEL = {name: place for place, name in enumerate(SHARDING)}
 Numbers = Any
 """An array [N], or one number for all of them."""
 
@@ -155,7 +156,8 @@ def distinct(places: int, experts: int, top_k: int, kept: int = 1, limits: int =
     return places * (1 - missed)
 
 
-def _distinct(places: Numbers, experts: int, top_k: int, kept: int, limits: int) -> Floats:
+def distinct_places(places: Numbers, experts: int, top_k: int, kept: int = 1, limits: int = 1) -> Floats:
+    """`distinct` of an array of places [N]."""
     values, where = np.unique(places, return_inverse=True)
     return np.array([distinct(int(v), experts, top_k, kept, limits) for v in values])[where]
 
@@ -182,11 +184,11 @@ def dispatch(
     experts, top_k, kept, limits = router
     row = width * item
     whole = all_gather(tokens * (columns.ep * columns.etp) * row, g.ep_etp)
-    ranks = _distinct(columns.ep, experts, top_k, kept, limits)
+    ranks = distinct_places(columns.ep, experts, top_k, kept, limits)
     copies = ranks if copy_per_rank else top_k
     plain = all_to_all(tokens * copies * row, g.ep)
-    cut = all_gather(tokens * np.where(columns.dispatches("alltoall"), copies, top_k) * columns.etp * row, g.etp)
-    domains = _distinct(np.ceil(g.ep.domains), experts, top_k, kept, limits)
+    cut = all_gather(tokens * np.where(columns.dispatches("alltoall"), copies, ranks) * columns.etp * row, g.etp)
+    domains = distinct_places(np.ceil(g.ep.domains), experts, top_k, kept, limits)
     # Every copy for a rank is sent inside some domain; by symmetry a rank passes on as many as it causes.
     once = Bytes(
         tokens * row * ranks * (g.ep.inside - 1) / g.ep.inside,
@@ -220,14 +222,15 @@ def data_parallel(
     between = all_gather(2.0 * count * gradient_bytes / shard.size, copies)
     reduce = all_gather(2.0 * count * gradient_bytes, g)
     level = columns.sharding
-    scatters = np.where(level >= 2, micro, 1)
-    gathers = np.where(level == 3, 2 * micro, 1)
+    whole = level == _LEVEL["none"]
+    scatters = np.where(level >= _LEVEL["gradients"], micro, 1)
+    gathers = np.where(level == _LEVEL["parameters"], 2 * micro, 1)
 
     def gradients(name: str) -> Numbers:
-        return np.where(level == 0, getattr(reduce, name), getattr(scatter, name) * scatters + getattr(between, name))
+        return np.where(whole, getattr(reduce, name), getattr(scatter, name) * scatters + getattr(between, name))
 
     def weights(name: str) -> Numbers:
-        return np.where(level == 0, 0.0, getattr(gather, name) * gathers)
+        return np.where(whole, 0.0, getattr(gather, name) * gathers)
 
     return Bytes(gradients("fast"), gradients("network")), Bytes(weights("fast"), weights("network"))
 

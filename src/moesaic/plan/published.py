@@ -236,7 +236,7 @@ def run_of(row: Mapping[str, str]) -> Run:
             backend=words.backend_of(row.get("dispatcher", "")),
             granularity=words.precision_of(row.get("precision", ""))[1],
             printed=bool(row.get("dispatcher")) or "recipe" in notes or layout.ep * layout.etp == 1,
-            tuned=not _is_check(row, notes),
+            tuned=words.tuned_of(notes) is not False,
             assumptions=len(assumed),
         ),
         measured=measured,
@@ -279,13 +279,6 @@ def _refuse_kinds(row: Mapping[str, str], notes: str) -> None:
         raise SpecError("its own source says that a bug made it slow.")
     if "offload fraction" in text:
         raise SpecError("a part of the optimizer is offloaded; a layout here offloads all or nothing.")
-
-
-def _is_check(row: Mapping[str, str], notes: str) -> bool:
-    """Verification cards of Megatron-Bridge whose item is not one of performance: recipes that work, not tuned ones."""
-    return "model_verification_cards" in row.get("source", "") and not re.match(
-        r"pretrain_(performance|weak)", notes.strip()
-    )
 
 
 def _year(row: Mapping[str, str], software: words.Software) -> float | None:

@@ -56,7 +56,7 @@ def usual_of(row: Mapping[str, str], software: words.Software, hardware: str, wo
     dispatcher = "hybridep" if release >= (25.11 if rack else 26.02) and hardware in BLACKWELL else "alltoall"
     if across and 25.09 <= release < 26.04 and dispatcher == "alltoall":
         dispatcher = "deepep"
-    if release >= 26.06 and re.match(r"pretrain_(performance|weak)", notes):
+    if release >= 26.06 and words.tuned_of(notes):
         return Usual(dispatcher, "full" if rack and work.precision == "mxfp8" else "none", True)
     graphs = "part" if rack and release >= 25.11 and "recipe" not in notes else "none"
     return Usual(dispatcher, graphs, across and release >= 25.09)
@@ -80,9 +80,10 @@ def layout_of(
     printed = {column: count_in(row, column) for column in ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch")}
     fsdp = software.framework in ("torchtitan", "automodel", "fsdp") or "fsdp" in notes.lower()
     experts = tuple(sorted({layer.moe.router.experts for layer in work.model.layers if layer.moe is not None}))
-    if printed["tp"] is None and software.framework == "megatron" and "megascale" in row.get("source", "").lower():
-        printed |= {"tp": 8, "ep": printed["ep"] or 1, "etp": printed["etp"] or 8}
-        assumed.append("tensor parallelism of 8 inside a node, as MegaScale-MoE's paper describes its baseline")
+    told = {column: size for column, size in words.degrees_of(notes).items() if printed[column] is None}
+    if told:
+        printed |= told
+        assumed.append(f"{', '.join(f'{column} {size}' for column, size in told.items())}, from the notes")
     if software.framework == "megascale" and printed["tp"] is None:
         printed |= {"tp": 1, "cp": printed["cp"] or 8, "ep": printed["ep"] or 8}
         assumed.append("sequence and expert parallelism of 8 inside a node, as MegaScale-MoE's paper describes itself")

@@ -102,9 +102,9 @@ def graphs_of(notes: str) -> str:
         return "none"
     if re.search(r"full[- _]iteration", text):
         return "full"
-    ladder = re.search(r"ladder step (\d+)", text)
-    if ladder:
-        return "part" if int(ladder[1]) >= 5 else "none"
+    said = re.search(r"graphs: (full|part|none)\b", text)
+    if said:
+        return said[1]
     if re.search(r"cuda[- ]graphs?|te graph|graph replay|with graphs", text):
         return "part"
     return "none"
@@ -186,8 +186,30 @@ def routing_of(notes: str) -> str:
 
 def fused_of(notes: str) -> bool:
     """False where the notes say that permutation and router are not kernels of their own yet."""
-    match = re.search(r"ladder step (\d+)", notes.lower())
-    return not (match and int(match[1]) < 2)
+    return not re.search(r"\b(router|permutation)\b[^;]*\bnot fused\b", notes.lower())
+
+
+def tuned_of(notes: str) -> bool | None:
+    """Whether the notes say that a run was set up for speed, or that it was not; None where they say neither.
+
+    Notes may open with the kind of recipe that ran: `pretrain_performance` and `pretrain_weak_scaling` are for speed,
+    `pretrain`, `sft` and their like, as recipes spell them, show that one works ("SFT" only says what is trained).
+    """
+    text = notes.lower().strip()
+    if "not tuned for speed" in text:
+        return False
+    if "tuned for speed" in text or re.match(r"pretrain_(performance|weak)", text):
+        return True
+    return False if re.match(r"(pretrain|sft|peft)(_[a-z_]+)?;", notes.strip()) else None
+
+
+def degrees_of(notes: str) -> dict[str, int]:
+    """Degrees by column that the notes tell of a run's nodes, as in "tp 8 and etp 8 inside the node"."""
+    found: dict[str, int] = {}
+    for clause in notes.lower().split(";"):
+        if "inside the node" in clause:
+            found |= {name: int(size) for name, size in re.findall(r"\b(tp|cp|ep|etp) (\d{1,4})\b", clause)}
+    return {name: size for name, size in found.items() if size > 0}
 
 
 def peak_memory_gib(notes: str) -> float | None:

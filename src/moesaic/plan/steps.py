@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moesaic.cost.compute import Machine
 from moesaic.cost.layer_timeline import StageSeconds, simulate_layers, stage_seconds
 from moesaic.cost.pipeline_timeline import simulate_step
-from moesaic.cost.rates import Rates, Stack, rates_for
-from moesaic.cost.step import layer_pieces
+from moesaic.cost.rates import Stack, rates_for
+from moesaic.cost.step import layer_names, layer_pieces, next_stage_seconds
 from moesaic.cost.timeline import Contention, Piece, Timeline
-from moesaic.cost.workload import Workload
+from moesaic.cost.workload import Columns, Workload
 from moesaic.spec.cluster import ClusterSpec
 from moesaic.spec.layout import Layout
 from moesaic.spec.stages import Stage
@@ -34,7 +35,8 @@ class StepPicture:
     """Forward and backward of one expert layer (a dense one in models without) of one micro-batch, or of two where
     they overlap."""
     step_seconds: float
-    """Of the whole step: the simulated part, and the rest of the micro-batches at the pace of the slowest rank."""
+    """Of the whole step: the simulated part, and the rest of the micro-batches at the pace of the slowest rank, and the
+    waits for the host, which no stream shows."""
 
 
 def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: Candidate) -> StepPicture:
@@ -54,7 +56,7 @@ def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: 
         [each.forward for each in stages],
         [each.backward_input for each in stages],
         [each.backward_weight for each in stages],
-        _send_seconds(work, layout, cluster, rates),
+        float(next_stage_seconds(Machine.of(work, Columns.of([layout]), cluster, rates))[0]),
         layout.schedule,
         shown,
         virtual_stages=layout.virtual_stages,
@@ -77,7 +79,7 @@ def step_picture(work: Workload, cluster: ClusterSpec, stack: Stack, candidate: 
         shown,
         whole,
         simulate_layers([pieces[kind]], layout.overlap, contention=contention),
-        timeline.makespan + (whole - shown) * pace,
+        timeline.makespan + (whole - shown) * pace + candidate.time["host"] / candidate.correction,
     )
 
 
@@ -85,29 +87,17 @@ def _stages(
     work: Workload, layout: Layout, pieces: dict[str, tuple[Piece, ...]], contention: Contention
 ) -> list[StageSeconds]:
     known: dict[tuple[str, ...], StageSeconds] = {}
-    found = []
+    found, names = [], layer_names(work.model)
     for stage in layout.stages:
-        kinds = tuple(_kinds(work, stage))
+        kinds = tuple(_kinds(work, names, stage))
         if kinds not in known:
             known[kinds] = stage_seconds([pieces[kind] for kind in kinds], layout.overlap, contention=contention)
         found.append(known[kinds])
     return found
 
 
-def _kinds(work: Workload, stage: Stage) -> Sequence[str]:
+def _kinds(work: Workload, names: Sequence[str], stage: Stage) -> Sequence[str]:
     kinds = ["embedding"] if stage.embed else []
-    kinds += ["dense" if work.model.layers[layer].moe is None else "moe" for layer in stage.layers]
+    kinds += [names[layer] for layer in stage.layers]
     kinds += ["mtp"] * len(work.model.mtp) if stage.mtp and work.mtp else []
     return [*kinds, "head"] if stage.head else kinds
-
-
-def _send_seconds(work: Workload, layout: Layout, cluster: ClusterSpec, rates: Rates) -> float:
-    """One micro-batch's hidden states of a rank to the next stage, in bf16."""
-    if layout.pp == 1:
-        return 0.0
-    tokens = layout.micro_batch * work.seq_len / (layout.cp * layout.tp)
-    near = layout.world // layout.pp < cluster.fast_domain and layout.world <= cluster.fast_domain
-    bandwidth = (
-        cluster.gpu.link_bandwidth * rates.fast_share if near else cluster.network_bandwidth * rates.network_share
-    )
-    return tokens * work.model.hidden * 2 / bandwidth + (rates.fast_latency if near else rates.network_latency)

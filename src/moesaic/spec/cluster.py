@@ -39,6 +39,10 @@ class GpuSpec(Spec):
 
     name: str
     vendor: str
+    architecture: str = ""
+    """Generation: ampere, hopper, blackwell, cdna3, cdna4, cpu; empty where a file does not say."""
+    superchip: bool = False
+    """Whether one package joins it to the host's processor, as in GB200."""
     peak_flops: dict[str, float]
     """Dense FLOP/s by precision: fp32, tf32, bf16, fp8, fp4; what is absent the accelerator cannot do."""
     memory_bytes: float
@@ -56,6 +60,12 @@ class GpuSpec(Spec):
     """Bytes per second and direction between the accelerator and host memory."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Where each figure is from, by field."""
+
+    @property
+    def microscaled(self) -> bool:
+        """Whether matmuls take blocks of 32 values with a scale each (OCP MX). Of an architecture that a file does not
+        name, fp4 says so, which has no other form."""
+        return self.architecture in ("blackwell", "cdna4") if self.architecture else "fp4" in self.peak_flops
 
 
 class ClusterSpec(Spec):
@@ -272,7 +282,9 @@ def _gpu_of(file: ClusterFile, where: str) -> GpuSpec:
     if file.gpu.peak_tflops is not None:
         own["peak_tflops"] = {**(base.gpu.peak_tflops or {}), **file.gpu.peak_tflops}
     table = base.gpu.model_copy(update=own)
-    here = dict.fromkeys(own.keys() - {"name", "aliases", "vendor"}, f"given in {Path(where).name}")
+    here = dict.fromkeys(
+        own.keys() - {"name", "aliases", "vendor", "architecture", "superchip"}, f"given in {Path(where).name}"
+    )
     return _gpu_spec(table, base.sources | here | file.sources, where)
 
 
@@ -290,6 +302,8 @@ def _gpu_spec(table: GpuTable, sources: dict[str, str], where: str) -> GpuSpec:
     return GpuSpec(
         name=table.name or where,
         vendor=table.vendor or "",
+        architecture=table.architecture or "",
+        superchip=bool(table.superchip),
         peak_flops={precision: peak * 1e12 for precision, peak in table.peak_tflops.items()},
         **fields,
         sources={names.get(key, key): text for key, text in sources.items()},

@@ -29,6 +29,7 @@ from ..toml import read_toml
 
 Peak = Literal["fp32", "tf32", "bf16", "fp8", "fp4"]
 PEAKS: tuple[str, ...] = get_args(Peak)
+Architecture = Literal["ampere", "hopper", "blackwell", "cdna3", "cdna4", "cpu"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 PRODUCTS = ("forward", "input", "weight")
@@ -62,6 +63,8 @@ class GpuTable(Table):
     name: str | None = _key("Name in tables and messages.", min_length=1)
     aliases: list[str] = Field(default=[], description="Other names that find it.", json_schema_extra={"unit": ""})
     vendor: str | None = _key("Maker.")
+    architecture: Architecture | None = _key("Generation: ampere, hopper, blackwell, cdna3, cdna4 or cpu.")
+    superchip: bool | None = _key("Whether one package joins it to the host's processor, as in GB200.")
     peak_tflops: dict[Peak, float] | None = _key("Dense peak by precision, never the sparse one.", "TFLOP/s")
     memory_gib: float | None = _key("Memory that programs can have, in 2³⁰ bytes.", "GiB", gt=0.0)
     memory_gb_per_s: float | None = _key("Bandwidth of that memory.", "GB/s", gt=0.0)
