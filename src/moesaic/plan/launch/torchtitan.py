@@ -190,7 +190,10 @@ def _work(draft: Draft, plan: Plan) -> dict[str, Any]:
                 draft.remark("DDP reduces gradients under backward by itself")
             else:
                 draft.remark(f"FSDP2 overlaps {word} by itself")
-        elif word != "tensor":
+        elif word == "tensor":
+            if layout.tp == 1:
+                draft.remark("overlap of tensor-parallel traffic has nothing to act on: tp is 1")
+        else:
             draft.lost(f"overlap of {word}")
     return {"checkpoint": checkpoint, "async_tp": "tensor" in layout.overlap and layout.tp > 1}
 
