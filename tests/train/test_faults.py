@@ -93,6 +93,7 @@ def test_a_rank_killed_from_outside_at_any_time(folder, undisturbed):
     assert job.losses() == undisturbed[2]
 
 
+@pytest.mark.long
 def test_fewer_processes_go_on_with_another_layout(folder, undisturbed):
     """Four ranks lose one for good; two go on, and the data-parallel degree follows."""
     sets = ("layout.ep=2", "layout.dp='auto'", "layout.micro_batch=2", "layout.sharding='optimizer'")
@@ -105,6 +106,7 @@ def test_fewer_processes_go_on_with_another_layout(folder, undisturbed):
     assert job.losses() == pytest.approx(undisturbed[4], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_machine_that_is_lost_leaves_the_others_to_go_on(folder):
     """Two torchruns of one process each, of which one vanishes with its worker; --nnodes 1:2 lets the other go on."""
     with socket.socket() as free:
@@ -138,6 +140,7 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.long
 def test_a_job_told_to_stop_saves_and_goes_on_to_the_same_loss(folder, undisturbed):
     job = Job(folder, "stopped", 4, *LAYOUTS[4])
     job.wait_for_step(2)

@@ -404,6 +404,7 @@ def test_a_run_is_forced_labelled_recorded_and_replayed(make_run, console, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_any_layout_records_and_replays_the_same_routing(tmp_path):
     folder = job_folder(tmp_path)
     keys = ("train.steps=3", "train.warmup_steps=1")
