@@ -20,10 +20,13 @@ _RATES: dict[str, Any] = {
     "nic_bandwidth": 50e9,
     "host_bandwidth": 60e9,
 }
-H100 = GpuSpec(name="H100", vendor="NVIDIA", peak_flops={"bf16": 989e12, "fp8": 1979e12}, domain=8, **_RATES)
+H100 = GpuSpec(
+    name="H100", vendor="NVIDIA", architecture="hopper", peak_flops={"bf16": 989e12, "fp8": 1979e12}, domain=8, **_RATES
+)
 GB200 = GpuSpec(
     name="GB200",
     vendor="NVIDIA",
+    architecture="blackwell",
     peak_flops={"bf16": 2.5e15, "fp8": 5e15, "fp4": 10e15},
     domain=72,
     **(_RATES | {"gpus_per_node": 4}),

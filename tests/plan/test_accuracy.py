@@ -196,14 +196,6 @@ def test_more_is_known_of_runs_like_others() -> None:
     assert unknown > 1.3 * known
 
 
-def test_applied_corrections_keep_the_closed_form_inside_the_interval_s_middle() -> None:
-    fitted, part = corrections(), whole().description.take(slice(0, 5))
-    seconds = np.full(5, 10.0)
-    made = fitted.apply(part, seconds)
-    assert (made.low < made.seconds).all() and (made.seconds < made.high).all()
-    np.testing.assert_allclose(made.seconds**2, made.low * made.high)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "value"),
     [([1, 2, 3, 4], [10, 20, 30, 40], 1.0), ([1, 2, 3, 4], [4, 3, 2, 1], -1.0), ([1, 2, 3], [1, 3, 2], 0.5)],

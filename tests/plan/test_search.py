@@ -106,7 +106,7 @@ def test_parts_add_up(case: str) -> None:
         assert sum(each.memory.values()) == pytest.approx(float(pricer.memory_bytes(columns)[0]), rel=1e-9)
         assert each.step_seconds == pytest.approx(each.correction * float(pricer.timed(columns)[0]), rel=1e-9)
         low, high = each.interval_seconds
-        assert 0 < low <= each.step_seconds <= high
+        assert 0 < low < each.step_seconds < high and low * high == pytest.approx(each.step_seconds**2)
         tokens = one.work.tokens / each.step_seconds / one.cluster.gpus
         assert each.tokens_per_second_per_gpu == pytest.approx(tokens)
         walls = each.walls

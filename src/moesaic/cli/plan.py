@@ -116,14 +116,15 @@ def plan(
         question = _fewest(question, quiet=as_json)
     if why is not None or around is not None:
         text = why if why is not None else str(around)
-        answer = explain(question, text, count=top)
+        answer = explain(question, text, count=top if around is None else 2 * top)
         if around is not None and answer.candidate is None:
             raise SpecError(f"{text} is not legal: {answer.illegal}")
         if launch is not None and answer.candidate is None:
             raise SpecError(f"{text} is not legal, so there is nothing to launch: {answer.illegal}")
         if around is not None:
             assert answer.candidate is not None
-            found = changes(question, answer.candidate)[: 2 * top]
+            # Of a layout that does not fit, the answer keeps only the changes that make it fit.
+            found = answer.changes if answer.fits else changes(question, answer.candidate)[: 2 * top]
             print(json.dumps(_around_json(answer, found), indent=2)) if as_json else _show_around(answer, found)
         else:
             print(json.dumps(_why_json(answer), indent=2, ensure_ascii=False)) if as_json else _show_why(

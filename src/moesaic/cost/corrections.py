@@ -26,7 +26,6 @@ from .workload import Bools, Floats
 __all__ = [
     "BLOCKS",
     "NINE_IN_TEN",
-    "Corrected",
     "Corrections",
     "Description",
     "Traits",
@@ -133,18 +132,6 @@ def prior_variance(d: Description, widths: Widths) -> Floats:
 
 
 @dataclass(frozen=True)
-class Corrected:
-    """Seconds of steps with the corrections, arrays [N]."""
-
-    seconds: Floats
-    low: Floats
-    high: Floats
-    """Ends of the interval that holds a measurement nine times of ten."""
-    spread: Floats
-    """Standard deviation of log(measured / seconds)."""
-
-
-@dataclass(frozen=True)
 class Corrections:
     """Observed runs and what was fitted to them."""
 
@@ -205,12 +192,6 @@ class Corrections:
         inverse, weights = self._solved
         diagonal = (inverse**2).sum(0)
         return self.ratio - weights / diagonal, self.stretch[0] / np.sqrt(diagonal)
-
-    def apply(self, d: Description, seconds: Floats) -> Corrected:
-        """Corrects the predicted `seconds` [N] of the runs `d`."""
-        mean, spread = self.estimate(d)
-        middle, half = seconds * np.exp(mean), NINE_IN_TEN * spread
-        return Corrected(middle, middle * np.exp(-half), middle * np.exp(half), spread)
 
 
 def _solve(seen: Description, ratio: Floats, widths: Widths) -> tuple[Floats, Floats]:

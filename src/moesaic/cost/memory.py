@@ -21,7 +21,7 @@ from moesaic.spec.layout import Layout
 from moesaic.spec.model import LayerSpec, ModelSpec
 from moesaic.spec.stages import Stage
 
-from .activations import Kept, backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
+from .activations import backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
 from .habits import MEGATRON, Habits
 from .inflight import windows
 from .rows import tokens_per_rank
@@ -349,8 +349,3 @@ def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:
         counts[kinds.parts["head"]] += 1
         counts[kinds.parts["loss"]] += 1
     return counts
-
-
-def kept_tensors(work: Workload, layout: Layout, kind: LayerSpec, habits: Habits = MEGATRON) -> list[Kept]:
-    """The table of one kind of layer for one layout, for a reader or a page; bytes are arrays of length 1."""
-    return layer_kept(work.model, kind, work, Columns.of([layout]), habits)

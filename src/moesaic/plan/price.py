@@ -54,7 +54,7 @@ class Pricer:
 
         One factor for all keeps the order of the closed form. Factors of single layouts follow options that published
         runs rarely vary on their own, and rank worse: over groups of five or more published layouts the mean rank
-        correlation is about 0.85 by the closed form and 0.78 by corrected times (docs/accuracy.md, "Order of layouts").
+        correlation is about 0.86 by the closed form and 0.79 by corrected times (docs/accuracy.md, "Order of layouts").
         """
         time = step_time(self.work, columns, self.cluster, self.rates)
         traits = replace(Traits.of(self.stack), network=self.cluster.network)

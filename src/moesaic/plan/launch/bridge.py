@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .megatron import is_hopper, megatron_args
+from .megatron import megatron_args
 from .parts import Draft, Value, comment, heading, yaml_text
 from .plan import Plan
 from .wrappers import train_script, wrapped
@@ -164,7 +164,7 @@ def _precision(plan: Plan) -> str:
     """The name of a mixed-precision recipe; fp32 has none."""
     work = plan.workload
     if work.precision == "fp8":
-        kind = "subchannel" if is_hopper(plan.cluster.gpu.name) else "current"
+        kind = "subchannel" if plan.cluster.gpu.architecture == "hopper" else "current"
         return f"bf16_with_fp8_{kind}_scaling_mixed"
     return {"bf16": "bf16_mixed", "mxfp8": "bf16_with_mxfp8_mixed", "nvfp4": "bf16_with_nvfp4_mixed"}[work.precision]
 

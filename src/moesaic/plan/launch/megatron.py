@@ -150,7 +150,7 @@ def precision_args(draft: Draft, plan: Plan, parts: Shape) -> Args:
     if precision != "fp32":
         args["--bf16"] = True
     if precision == "fp8":
-        recipe = "blockwise" if is_hopper(gpu.name) else "tensorwise"
+        recipe = "blockwise" if gpu.architecture == "hopper" else "tensorwise"
         args |= {"--fp8-format": "e4m3" if recipe == "blockwise" else "hybrid", "--fp8-recipe": recipe}
     elif precision == "mxfp8":
         args |= {"--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"}
@@ -171,16 +171,6 @@ def precision_args(draft: Draft, plan: Plan, parts: Shape) -> Args:
     elif precision != "fp32":
         args["--accumulate-allreduce-grads-in-fp32"] = True
     return args
-
-
-def is_hopper(name: str) -> bool:
-    """Whether an accelerator is one of NVIDIA's Hopper generation, by its name."""
-    return name.lower().startswith(("h100", "h200", "h800", "h20"))
-
-
-def is_blackwell(name: str) -> bool:
-    """Whether an accelerator is one of NVIDIA's Blackwell generation, by its name."""
-    return name.lower().startswith(("b100", "b200", "b300", "gb200", "gb300"))
 
 
 def _sharding(draft: Draft, plan: Plan) -> Args:
@@ -355,7 +345,7 @@ def _environment(draft: Draft, plan: Plan) -> None:
     experts, fsdp = "experts" in layout.overlap and layout.ep > 1, layout.sharding in ("gradients", "parameters")
     if experts or fsdp:
         draft.env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-        if (layout.tp > 1 or layout.cp > 1) and not is_blackwell(plan.cluster.gpu.name):
+        if (layout.tp > 1 or layout.cp > 1) and plan.cluster.gpu.architecture != "blackwell":
             draft.remark(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 32 for the overlap of experts or for FSDP, while tp or cp above 1 "
                 "would like 1 on this accelerator: measure both"

@@ -10,7 +10,6 @@ from typing import Any
 
 from moesaic.spec.model import ModelSpec
 
-from .megatron import is_hopper
 from .parts import Draft, comment, heading
 from .plan import Plan
 from .wrappers import train_script, wrapped
@@ -107,7 +106,7 @@ def _settings(draft: Draft, plan: Plan, module: str) -> dict[str, Any]:
         training["mixed_precision_param"] = "float32"
         if moe:
             draft.lost("fp32 experts; its grouped matmuls are always bf16")
-    if work.precision == "nvfp4" or (work.precision == "mxfp8" and is_hopper(plan.cluster.gpu.name)):
+    if work.precision == "nvfp4" or (work.precision == "mxfp8" and plan.cluster.gpu.architecture == "hopper"):
         raise draft.refuse(f"precision {work.precision} on {plan.cluster.gpu.name}; it has bf16, fp8 and mxfp8")
     if "optimizer" in layout.offload:
         training["enable_cpu_offload"] = True
