@@ -194,10 +194,7 @@ def test_the_run_file_is_read_back_as_the_plan(made, plain):
 @pytest.mark.parametrize(
     ("options", "work", "says"),
     [
-        ({"dispatcher": "deepep"}, {}, "layout.dispatcher 'flex' does not exist yet"),
-        ({"overlap": ("gradients",)}, {}, "layout.overlap 'auto' does not exist yet"),
-        ({"recompute": ("moe_act",)}, {}, "layout.recompute ['moe_act'] does not exist yet"),
-        ({"offload": ("optimizer",)}, {}, "offload of optimizer does not exist yet"),
+        ({"overlap": ("tensor",)}, {}, "layout.overlap 'tensor' does not exist yet"),
         ({}, {"precision": "fp8"}, "train.dtype 'fp8' does not exist yet"),
     ],
 )

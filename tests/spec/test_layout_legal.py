@@ -200,9 +200,8 @@ def test_what_is_wrong_is_said(tiny: Build, table: dict[str, Any], world: int, p
 @pytest.mark.parametrize(
     ("table", "part"),
     [
-        ({"dispatcher": "hierarchical"}, "'hierarchical' does not exist yet: use auto, allgather or alltoall"),
-        ({"overlap": "auto"}, "layout.overlap 'auto' does not exist yet"),
-        ({"recompute": ["moe"]}, "layout.recompute ['moe'] does not exist yet"),
+        ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
+        ({"overlap": ["experst"]}, "layout.overlap has 'experst': did you mean 'experts'"),
         ({"replicas": 2}, 'layout.replicas is 2, but layout.sharding is "none"'),
         ({"pp": 2, "virtual_stages": 2, "schedule": "1f1b"}, 'use "interleaved"'),
         ({"pp": 2, "schedule": "interleaved"}, "virtual_stages is 1"),

@@ -170,6 +170,14 @@ def test_a_disk_that_fills_within_a_file(saved):
     assert os.listdir(saved.folder) == ["step-1"] and value_in(saved.folder / "step-1") == 1.0
 
 
+def test_a_defect_is_not_blamed_on_the_disk(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_write_text", lambda *_: 1 // 0)
+    saved.save(2, state(2.0), {})
+    with pytest.raises(ZeroDivisionError):
+        saved.wait()
+    assert os.listdir(saved.folder) == ["step-1"]
+
+
 def test_what_went_wrong_is_known_without_waiting_and_told_once(saved, monkeypatch):
     monkeypatch.setattr(checkpoint, "_write_text", FailingCalls("text", 1, saved.folder).refuse)
     saved.check()

@@ -66,7 +66,8 @@ def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, pro
     assert others and all(f"in step {step}" in line for line in others), job.said()
     if kind == "raise":
         (own,) = [line for line in lines if f"Rank {rank}:" in line]
-        assert own == f"moesaic: Rank {rank}: ZeroDivisionError: by hand (in step {step})"
+        # What a checkpoint's own thread raised is told at the next look at it.
+        assert own in [f"moesaic: Rank {rank}: ZeroDivisionError: by hand (in step {n})" for n in (step, step + 1)]
     if kind == "kill":
         assert "SIGKILL" in job.said(), "torchrun says which rank was killed"
     if kind == "stop":

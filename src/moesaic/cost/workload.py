@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import OFFLOAD as OFFLOAD
+from moesaic.spec.options import OVERLAP as OVERLAP
+from moesaic.spec.options import RECOMPUTE as RECOMPUTE
 from moesaic.spec.stages import Stage
 
 Ints = NDArray[np.int64]
@@ -23,18 +26,6 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
 SHARDING = ("none", "optimizer", "gradients", "parameters")
 DISPATCHERS = ("local", "allgather", "alltoall", "hierarchical", "deepep", "hybridep")
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "dualpipe")
-RECOMPUTE = (
-    "layernorm", "core_attn", "moe_act", "mlp", "shared_experts", "mla_up_proj", "moe", "loss", "full",
-)  # fmt: skip
-"""Modules that backward may compute again instead of keeping what they made; `full` is whole layers."""
-OVERLAP = ("gradients", "parameters", "tensor", "shared_experts", "between", "inside", "experts", "weight_gradients")
-"""What runs at the same time. `gradients`: their reduction under backward. `parameters`: their gathering under
-forward. `tensor`: tensor-parallel communication under its matmuls. `shared_experts`: the shared expert under dispatch.
-`between`: independent operators of one micro-batch's backward under its communication. `inside`: communication of
-chunks under the matmul of others. `experts`: one micro-batch's forward under another's backward, so that each hides
-the other's dispatch. `weight_gradients`: computed in the gaps that dispatch leaves."""
-OFFLOAD = ("optimizer", "activations")
-"""What waits in host memory."""
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def layouts_of(columns: Columns, model: ModelSpec) -> Iterator[Layout]:
     """Each row as a Layout."""
     experts = Sizes.of(model).experts
     for row in range(len(columns)):
-        degrees = {name: int(getattr(columns, name)[row]) for name in Degrees._fields}
+        degrees: dict[str, Any] = {name: int(getattr(columns, name)[row]) for name in Degrees._fields}
         yield Layout(
             **degrees,
             cp_kind="ring" if columns.ring[row] else "ulysses",

@@ -19,6 +19,7 @@ from .errors import SpecError, nearest
 from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, option_rules, stages_of
 from .model import ModelSpec
 from .nearest import refuse
+from .options import COMPRESSION, OFFLOAD, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words
 from .stages import Stage
 from .tables import LayoutTable
 
@@ -97,6 +98,8 @@ class Layout:
     """What runs at the same time (the names of `cost.workload.OVERLAP`)."""
     offload: tuple[str, ...] = ()
     """What waits in host memory: `optimizer`, `activations`."""
+    compression: tuple[str, ...] = ()
+    """What travels with fewer bits (`spec.options.COMPRESSION`)."""
 
     @property
     def world(self) -> int:
@@ -243,21 +246,27 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
         sharding=table.sharding,
         replicas=table.replicas,
         micro_batch=table.micro_batch,
-        dispatcher=_dispatcher(table.dispatcher, degrees.ep, degrees.etp, sizes.top_k),
+        dispatcher=_dispatcher(table, degrees.ep, degrees.etp, sizes.top_k),
         schedule=table.schedule
         if table.schedule != "auto"
         else ("interleaved" if table.virtual_stages > 1 else "1f1b"),
         order=table.order,
         stages=stages_of(degrees.pp, table, sizes),
         experts_ep=tuple((count, math.gcd(degrees.ep, count)) for count in sizes.experts),
+        recompute=words(table.recompute, RECOMPUTE, RECOMPUTE_SETS),
+        overlap=words(table.overlap, OVERLAP),
+        offload=words(table.offload, OFFLOAD),
+        compression=words(table.compression, COMPRESSION),
     )
 
 
-def _dispatcher(asked: str, ep: int, etp: int, top_k: int) -> str:
-    """An all-to-all moves k/ep of what an all-gather moves, at a lower bandwidth, so it is faster where k < 0.75·ep
-    (MegaScale-MoE, arXiv 2505.11432, Eqs. 3 and 4)."""
-    if asked != "auto":
-        return asked
+def _dispatcher(table: LayoutTable, ep: int, etp: int, top_k: int) -> str:
+    """What is asked for, `flex` by its back-end. Left open: an all-to-all moves k/ep of what an all-gather moves, at a
+    lower bandwidth, so it is faster where k < 0.75·ep (MegaScale-MoE, arXiv 2505.11432, Eqs. 3 and 4)."""
+    if table.dispatcher == "flex":
+        return "hierarchical" if table.dispatcher_backend == "portable" else table.dispatcher_backend
+    if table.dispatcher != "auto":
+        return table.dispatcher
     if ep * etp == 1:
         return "local"
     return "alltoall" if top_k < _ALL_TO_ALL_EFFICIENCY * ep else "allgather"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .model import ModelSpec
+from .options import words_rules
 from .stages import Stage, default_stages, expand, parse_stages
 from .tables import LayoutTable
 
@@ -139,12 +140,7 @@ def virtual_stage_rule(pp: int, table: LayoutTable) -> Iterator[str]:
 
 def option_rules(table: LayoutTable) -> Iterator[str]:
     """What no choice of degrees can mend."""
-    if table.dispatcher in ("hierarchical", "flex"):
-        yield f"layout.dispatcher {table.dispatcher!r} does not exist yet: use auto, allgather or alltoall"
-    if table.overlap != "none":
-        yield f"layout.overlap {table.overlap!r} does not exist yet: use none"
-    if table.recompute not in ("none", []):
-        yield f"layout.recompute {table.recompute!r} does not exist yet: use none"
+    yield from words_rules(table)
     if table.replicas > 1 and table.sharding == "none":
         yield (
             f'layout.replicas is {table.replicas}, but layout.sharding is "none", so that every rank is a copy: '

@@ -107,9 +107,22 @@ class LayoutTable(Table):
     dispatcher: Literal["auto", "local", "allgather", "alltoall", "hierarchical", "flex"] = _key(
         "auto", "How tokens travel to their experts; `local` where every expert is in this process."
     )
-    overlap: Literal["none", "auto"] = _key("none", "Run communication under computation.")
+    dispatcher_backend: Literal["portable", "deepep", "hybridep"] = _key(
+        "portable", "What the flex dispatcher runs on: moesaic's own hierarchical one, or a library for NVIDIA GPUs."
+    )
+    overlap: Literal["none", "auto"] | list[str] = _key(
+        "none",
+        "What runs at the same time: any of gradients, parameters, shared_experts, between, inside, experts, "
+        "weight_gradients; `auto` takes what the cost model finds fastest.",
+    )
     recompute: Literal["none", "auto"] | list[str] = _key(
-        "none", "Modules computed again in the backward pass instead of kept."
+        "none",
+        "Modules computed again in the backward pass instead of kept: any of layernorm, core_attn, moe_act, mlp, "
+        "shared_experts, mla_up_proj, moe, loss, full, or sar; `auto` takes the cheapest set that fits.",
+    )
+    offload: list[str] = _key([], "What waits in host memory: any of optimizer, activations.")
+    compression: list[str] = _key(
+        [], "What travels with fewer bits, which changes results a little: any of dispatch, gradients."
     )
 
 

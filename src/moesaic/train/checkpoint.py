@@ -46,7 +46,7 @@ from moesaic.spec.errors import MoesaicError
 from moesaic.spec.model import ModelSpec
 from moesaic.train.memory import require_memory
 from moesaic.train.sharded_state import Shards
-from moesaic.train.together import causes, reason, together, where
+from moesaic.train.together import RanksFailed, causes, reason, together, where
 
 State = dict[str, Any]
 """Nested dicts with tensors at the leaves; with several ranks, Shards where a tensor is cut."""
@@ -96,6 +96,8 @@ class Checkpoints:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
+            if _is_defect(error):
+                raise error
             raise _not_saved(self.folder, error, self.group) from error
 
     def check(self) -> None:
@@ -258,6 +260,12 @@ def _one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _is_defect(error: BaseException) -> bool:
+    """Whether neither the disk nor another rank is to blame, so that no advice about either would help."""
+    known = (OSError, MoesaicError, RanksFailed, dcp.api.CheckpointException)
+    return not any(isinstance(each, known) for each in causes(error))
 
 
 def _not_saved(folder: Path, error: BaseException, group: Group) -> CheckpointError:

@@ -6,6 +6,7 @@ from typing import Any
 
 from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
+from moesaic.spec.options import FLEX_BACKENDS
 from moesaic.spec.presets import PRESETS
 from moesaic.spec.run import parse_run
 from moesaic.spec.stages import default_stages
@@ -75,9 +76,11 @@ def _layout(layout: Layout, layers: int, mtp: int) -> dict[str, Any]:
         for name in ("tp", "cp", "cp_kind", "pp", "virtual_stages", "ep", "etp", "dp", "sharding", "replicas")
     }
     table |= {"micro_batch": layout.micro_batch, "schedule": layout.schedule, "order": layout.order}
-    table["dispatcher"] = {"deepep": "flex", "hybridep": "flex"}.get(layout.dispatcher, layout.dispatcher)
-    table["overlap"] = "auto" if layout.overlap else "none"
-    table["recompute"] = list(layout.recompute) or "none"
+    table["dispatcher"] = layout.dispatcher
+    if layout.dispatcher in FLEX_BACKENDS:
+        table |= {"dispatcher": "flex", "dispatcher_backend": layout.dispatcher}
+    table |= {name: list(getattr(layout, name)) or "none" for name in ("overlap", "recompute")}
+    table |= {name: list(getattr(layout, name)) for name in ("offload", "compression") if getattr(layout, name)}
     if layout.stages != default_stages(len(layout.stages), layers, mtp):
         table["stages"] = short_stages(layout.stages, mtp)
     return table

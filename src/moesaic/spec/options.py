@@ -1,0 +1,106 @@
+"""The words of the layout's options: what runs at once, is computed again, waits in host memory, travels smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from moesaic.spec.errors import nearest
+
+if TYPE_CHECKING:
+    from moesaic.spec.tables import LayoutTable
+
+RECOMPUTE = (
+    "layernorm", "core_attn", "moe_act", "mlp", "shared_experts", "mla_up_proj", "moe", "loss", "full",
+)  # fmt: skip
+"""Modules that backward may compute again instead of keeping what they made; `full` is whole layers."""
+RECOMPUTE_SETS = {"sar": ("layernorm", "moe_act")}
+"""Named sets. `sar` is MegaScale-MoE's selective activation rematerialisation (arXiv 2505.11432, Fig. 9)."""
+OVERLAP = ("gradients", "parameters", "tensor", "shared_experts", "between", "inside", "experts", "weight_gradients")
+"""What runs at the same time. `gradients`: their reduction under backward. `parameters`: their gathering under
+forward. `tensor`: tensor-parallel communication under its matmuls. `shared_experts`: the shared expert under dispatch.
+`between`: independent operators of one micro-batch's backward under its communication. `inside`: communication of
+chunks under the matmul of others. `experts`: one micro-batch's forward under another's backward, so that each hides
+the other's dispatch. `weight_gradients`: computed in the gaps that dispatch leaves."""
+OFFLOAD = ("optimizer", "activations")
+"""What waits in host memory."""
+COMPRESSION = ("dispatch", "gradients")
+"""What travels with fewer bits, which changes results a little. `dispatch`: rows to experts in fp8 (e4m3) with a scale
+per token. `gradients`: data-parallel sums of gradients sent in bf16 and added in fp32."""
+FLEX_BACKENDS = ("portable", "deepep", "hybridep")
+"""What the `flex` dispatcher runs on; `portable` is the hierarchical dispatcher."""
+
+NOT_BUILT = {
+    "dispatcher": (
+        "hierarchical",
+        "deepep",
+        "hybridep",
+    ),
+    "overlap": (
+        "auto",
+        "gradients",
+        "parameters",
+        "tensor",
+        "between",
+        "inside",
+        "experts",
+        "weight_gradients",
+    ),
+    "recompute": (
+        "auto",
+        "layernorm",
+        "core_attn",
+        "moe_act",
+        "mlp",
+        "shared_experts",
+        "mla_up_proj",
+        "moe",
+        "loss",
+        "full",
+    ),
+    "offload": (
+        "optimizer",
+        "activations",
+    ),
+    "compression": (
+        "dispatch",
+        "gradients",
+    ),
+}
+"""Words that the planner prices and this package's trainer does not have."""
+
+
+def words(
+    given: str | Sequence[str], known: Sequence[str], sets: Mapping[str, Sequence[str]] | None = None
+) -> tuple[str, ...]:
+    """The words of an option in the order of `known`, named sets replaced by what is in them; none for "none" and
+    "auto"."""
+    if isinstance(given, str):
+        return ()
+    meant = {word for each in given for word in (sets or {}).get(each, (each,))}
+    return tuple(word for word in known if word in meant)
+
+
+def words_rules(table: LayoutTable) -> Iterator[str]:
+    """What is wrong with the words of a layout's options, whatever its degrees."""
+    flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
+    if (flex if flex != "portable" else "hierarchical") in NOT_BUILT["dispatcher"]:
+        yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, allgather or alltoall"
+    options: tuple[tuple[str, str | list[str], tuple[str, ...]], ...] = (
+        ("overlap", table.overlap, OVERLAP),
+        ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),
+        ("offload", table.offload, OFFLOAD),
+        ("compression", table.compression, COMPRESSION),
+    )
+    for name, given, known in options:
+        if isinstance(given, str):
+            if given in NOT_BUILT[name]:
+                yield f"layout.{name} {given!r} does not exist yet: leave it out"
+            continue
+        for word in given:
+            if word not in known:
+                yield f"layout.{name} has {word!r}: {nearest(word, known)}"
+        sets = RECOMPUTE_SETS if name == "recompute" else {}
+        missing = [word for word in words(given, known, sets) if word in NOT_BUILT[name]]
+        if missing:
+            yield f"layout.{name} {missing[0]!r} does not exist yet: leave it out"
