@@ -37,7 +37,6 @@ NOT_BUILT = {
         "hybridep",
     ),
     "overlap": (
-        "auto",
         "gradients",
         "parameters",
         "tensor",

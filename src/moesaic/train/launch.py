@@ -39,6 +39,7 @@ from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train import process
 from moesaic.train.assembly import Assembly, Facts, JobError, difference
+from moesaic.train.options import chosen_layout
 
 __all__ = ["JobError", "Launch", "Place", "agree", "join", "leave", "report"]
 
@@ -151,20 +152,20 @@ def join(run: RunSpec, model: ModelSpec | None = None) -> Launch:
     place = Place.here()
     timeout = run.run.timeout_seconds
     if place.world == 1:
-        layout = _layout(run, model, 1)
+        layout, notes = _layout(run, model, place)
         threads, note = _threads(run.train.threads, place)
-        return Launch(Mesh.single(layout), layout, place, place.restarts, threads, [note] if note else [])
+        return Launch(Mesh.single(layout), layout, place, place.restarts, threads, notes + ([note] if note else []))
 
     faulthandler.enable()
     assembly = _assemble(place, timeout)
-    layout = assembly.settle("the layout", lambda: _layout(run, model, place.world))
+    layout, notes = assembly.settle("the layout", lambda: _layout(run, model, place))
     assembly.settle("its device", lambda: _take_device(place))
     assembly.agree(_facts(run, layout, place))
     restarts = assembly.largest(place.restarts)
     threads, note = _threads(run.train.threads, place)
     _make_default_group(assembly, place, timeout)
     mesh = Mesh.create(layout, timeout, (model or run.model_spec()).tied_embeddings)
-    launch = Launch(mesh, layout, place, restarts, threads, [note] if note else [], assembly)
+    launch = Launch(mesh, layout, place, restarts, threads, notes + ([note] if note else []), assembly)
     if restarts and place.rank == 0:
         launch.notes.append(f"Started anew by torchrun ({restarts} so far), on {place.world} processes: {layout}.")
     _state.launch = launch
@@ -220,9 +221,9 @@ def _assemble(place: Place, timeout: float) -> Assembly:
     return assembly
 
 
-def _layout(run: RunSpec, model: ModelSpec | None, world: int) -> Layout:
-    """The layout of the run on `world` processes, or the way to start as many as it takes."""
-    table, keys = run.layout, run.train
+def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout, list[str]]:
+    """The layout of the run on these processes and sentences about it, or the way to start as many as it takes."""
+    table, keys, world = run.layout, run.train, place.world
     model = model or run.model_spec()
     needed = fewest_ranks(table) if table.dp == "auto" else table.pp * table.dp * table.cp * table.tp
     if world == 1 and needed > 1:
@@ -232,7 +233,7 @@ def _layout(run: RunSpec, model: ModelSpec | None, world: int) -> Layout:
             f"the layout {layout} takes {needed} processes{' or a multiple' if table.dp == 'auto' else ''}, but this "
             f"is one: run it with `torchrun --nproc-per-node {needed} -m moesaic {_command()}`."
         )
-    return resolve_layout(table, model, world, seq_len=keys.seq_len, global_batch=keys.global_batch)
+    return chosen_layout(run, model, world, place.local_world)
 
 
 def _command() -> str:
@@ -262,6 +263,7 @@ def _facts(run: RunSpec, layout: Layout, place: Place) -> Facts:
         "the kind of device": device().kind,
         "the number of processes": place.world,
         "the layout": str(layout),
+        "the dispatcher and the overlap": f"{layout.dispatcher}, {', '.join(layout.overlap) or 'no overlap'}",
     }
     for table, keys in run.model_dump().items():
         facts.update({f"{table}.{key}": value for key, value in keys.items()})

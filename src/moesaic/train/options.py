@@ -1,0 +1,77 @@
+"""What a run file leaves open in its layout: the cost model's choice for the cluster that the run file names."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from moesaic.cost.options import Choice, choose_options
+from moesaic.cost.workload import Workload
+from moesaic.spec.cluster import cluster_of
+from moesaic.spec.errors import SpecError
+from moesaic.spec.layout import Layout, resolve_layout
+from moesaic.spec.legal import option_rules
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import NOT_BUILT
+from moesaic.spec.run import RunSpec
+
+_TRIED = ("gradients", "inside", "experts", "weight_gradients")
+"""Overlaps that are tried in every combination; the shared expert always runs under dispatch."""
+
+
+def chosen_layout(run: RunSpec, model: ModelSpec, world: int, ranks_per_node: int) -> tuple[Layout, list[str]]:
+    """The layout of `run` on `world` ranks with what it leaves open filled in, and sentences that say why.
+
+    With `overlap = "auto"`, and with `dispatcher = "auto"` where [cluster] names the accelerator, the cost model
+    chooses.
+
+    Raises:
+        SpecError: the layout is not legal, or overlap is "auto" and [cluster] names no accelerator.
+    """
+    table, keys = run.layout, run.train
+    plain = resolve_layout(table, model, world, seq_len=keys.seq_len, global_batch=keys.global_batch)
+    if table.overlap != "auto" and (table.dispatcher != "auto" or run.cluster.gpu is None):
+        return plain, []
+    if run.cluster.gpu is None:
+        raise SpecError(
+            'layout.overlap is "auto", which the cost model chooses for a cluster, and cluster.gpu is not set: name an '
+            "accelerator or a file of moesaic calibrate, or name the overlap."
+        )
+    if world == 1:
+        return plain, []
+    choice = price(run, model, plain, world, ranks_per_node)
+    layout = choice.layout
+    return layout, [f"The cost model chose {choice.why()} (layout.dispatcher, layout.overlap)."]
+
+
+def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_node: int) -> Choice:
+    """All legal dispatchers and overlaps that the run leaves open, priced."""
+    table, keys = run.layout, run.train
+    cluster = cluster_of(run.cluster.model_copy(update={"nodes": None}), world)
+    if run.cluster.gpus_per_node is None:
+        cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node, "domain": ranks_per_node})
+    dispatchers = [plain.dispatcher]
+    if table.dispatcher == "auto" and plain.ep * plain.etp > 1:
+        dispatchers = ["alltoall", "allgather"] if plain.ep > 1 else ["allgather"]
+        if ranks_per_node < plain.ep * plain.etp and not plain.ep % ranks_per_node and plain.etp == 1:
+            dispatchers.append("hierarchical")
+    overlaps: list[tuple[str, ...]] = [plain.overlap]
+    if table.overlap == "auto":
+        built = [word for word in _TRIED if word not in NOT_BUILT["overlap"]]
+        sets = [chosen for size in range(len(built) + 1) for chosen in combinations(built, size)]
+        overlaps = [each for each in sets if _legal(run, model, world, each)]
+    work = Workload(
+        model, keys.seq_len, keys.global_batch, precision="fp32" if keys.dtype == "fp32" else "bf16",
+        mtp=keys.mtp_weight > 0,
+    )  # fmt: skip
+    return choose_options(work, plain, cluster, dispatchers, overlaps)
+
+
+def _legal(run: RunSpec, model: ModelSpec, world: int, overlap: tuple[str, ...]) -> bool:
+    table = run.layout.model_copy(update={"overlap": list(overlap)})
+    if next(option_rules(table), None) is not None:
+        return False
+    try:
+        resolve_layout(table, model, world, seq_len=run.train.seq_len, global_batch=run.train.global_batch)
+    except SpecError:
+        return False
+    return True
