@@ -41,8 +41,8 @@ def missing() -> str | None:
     try:
         _ip("netns", "add", probe)
         _ip("-n", probe, "link", "add", "br0", "type", "bridge")
-        _ip("-n", probe, "link", "add", "a", "type", "veth", "peer", "name", "b")
-        _limit(probe, "a", "1gbit")
+        _ip("-n", probe, "link", "add", "port0", "type", "veth", "peer", "name", "eth0")
+        _limit(probe, "eth0", "1gbit")
     except ClusterError as error:
         return str(error)
     finally:
