@@ -211,10 +211,19 @@ def _remove(owner: int) -> None:
 
 
 def _limit(name: str, card: str, rate: str) -> None:
-    # The bucket holds what the timer lets pass at once; a short queue keeps small messages from waiting long behind
-    # large ones, as fair queues of real cards do.
-    bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "10ms")
+    """The bucket holds a millisecond of the rate, so that nothing of size passes at once; the queue is short, so that
+    small messages do not wait long behind large ones."""
+    burst = max(32_000, int(_bits_per_second(rate) / 8 / 1000))
+    bucket = ("tbf", "rate", rate, "burst", f"{burst}b", "latency", "10ms")
     _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", card, "root", *bucket)
+
+
+def _bits_per_second(rate: str) -> float:
+    for unit, bits in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
+        if rate.endswith(unit):
+            with contextlib.suppress(ValueError):
+                return float(rate.removesuffix(unit)) * bits
+    raise ClusterError(f'a link of {rate!r} is no rate: write it as "200mbit" or "2gbit", or "none"')
 
 
 def _ip(*words: str) -> None:
