@@ -17,9 +17,9 @@ from tests.ranks import RankError, ranks
 TOLERANCE = 1e-5
 
 
-def errors(rank: int, name: str, keys: dict[str, Any], ranks_per_node: int) -> dict[str, float]:
+def errors(rank: int, name: str, keys: dict[str, Any], ranks_per_node: int, steps: int) -> dict[str, float]:
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-        return runs.errors(rank, name, keys)
+        return runs.errors(rank, name, keys, runs.Plan(steps=steps))
 
 
 def dispatchers(rank: int, keys: dict[str, Any], ranks_per_node: int) -> set[str]:
@@ -34,16 +34,16 @@ FLEX = {"dispatcher": "flex", "dispatcher_backend": "portable"}
 
 
 @pytest.mark.parametrize(
-    ("name", "keys"),
+    ("name", "keys", "steps"),
     [
-        ("deepseek_v3", {"ep": 4, **HIERARCHICAL}),
-        ("mixtral", {"ep": 4, **FLEX, "sharding": "optimizer", "micro_batch": 2}),
-        ("qwen3_moe", {"ep": 2, "etp": 2, "tp": 2, **HIERARCHICAL, "micro_batch": 2}),
-        ("mixtral", {"ep": 2, "pp": 2, **HIERARCHICAL, "micro_batch": 2}),  # each stage is a node
+        ("deepseek_v3", {"ep": 4, **HIERARCHICAL, "micro_batch": 2}, 1),
+        ("mixtral", {"ep": 4, **FLEX, "sharding": "optimizer", "micro_batch": 2}, 3),
+        ("qwen3_moe", {"ep": 2, "etp": 2, "tp": 2, **HIERARCHICAL, "micro_batch": 2}, 2),
+        ("mixtral", {"ep": 2, "pp": 2, **HIERARCHICAL, "micro_batch": 2}, 2),  # each stage is a node
     ],
 )
-def test_layouts_by_node_equal_one_process(name: str, keys: dict[str, Any]) -> None:
-    found = ranks(4).run(errors, name, keys, 2)
+def test_layouts_by_node_equal_one_process(name: str, keys: dict[str, Any], steps: int) -> None:
+    found = ranks(4).run(errors, name, keys, 2, steps)
     worst = {what: max(each[what] for each in found) for what in found[0]}
     assert not any(worst[what] for what in ("counts", "bias", "missing"))
     assert max(worst.values()) <= TOLERANCE, worst

@@ -2,8 +2,8 @@
 
 Results are summed inside the node first (in fp32, in the order of ranks) and cross once. So a rank sends to other
 nodes, each way, D elements for each pair of an own token and another node that it needs, which is the least that any
-dispatcher without compression can send. Rows cross between ranks of the same place on each node, so that all links of a node carry
-an equal part (DeepSeek-V3, arXiv 2412.19437, §3.2.2).
+dispatcher without compression can send. Rows cross between ranks of the same place on each node, as in DeepSeek-V3
+(arXiv 2412.19437, §3.2.2).
 """
 
 from __future__ import annotations
