@@ -17,6 +17,7 @@ from moesaic.dispatch import make_dispatcher
 from moesaic.dispatch.local import LocalDispatcher
 from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import ExpertGroups
+from moesaic.mesh.nodes import split_by_node
 from moesaic.mesh.traffic import Traffic, meter
 from moesaic.model.experts import Experts
 from moesaic.spec.errors import SpecError
@@ -76,14 +77,18 @@ def gradients(module: Experts) -> dict[str, Tensor]:
 
 @functools.cache
 def expert_groups(ep: int, etp: int) -> ExpertGroups:
-    """The groups of a process of a pool of ep · etp, made once."""
+    """The groups of a process of a pool of ep · etp, made once. Half of the pool is a node."""
     n = ep * etp
     assert dist.get_world_size() == n
+    ep_groups = [tuple(range(t, n, etp)) for t in range(etp)]
+    inside, across = split_by_node(ep_groups, max(1, n // 2))
     return ExpertGroups(
-        Group.create("ep", [tuple(range(t, n, etp)) for t in range(etp)], 60.0),
+        Group.create("ep", ep_groups, 60.0),
         Group.create("etp", [tuple(range(e * etp, (e + 1) * etp)) for e in range(ep)], 60.0),
         Group.single("edp", dist.get_rank()),
         Group.create("ep_etp", [tuple(range(n))], 60.0),
+        Group.create("ep_inside", inside, 60.0),
+        Group.create("ep_across", across, 60.0),
     )
 
 
@@ -174,8 +179,11 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(ep, etp, experts, tuple(ids), top_k, width=4, dtype=dtype, expert=expert, apply=apply)
 
 
-@settings(max_examples=25)
-@given(case=cases(), name=st.sampled_from(["alltoall", "allgather"]), staged=st.booleans())
+NAMES = ["alltoall", "allgather", "hierarchical"]
+
+
+@settings(max_examples=30)
+@given(case=cases(), name=st.sampled_from(NAMES), staged=st.booleans())
 def test_any_routing_on_any_mesh_equals_one_process(case: Case, name: str, staged: bool) -> None:
     compare(case, name, staged)
 
@@ -188,13 +196,13 @@ def random_ids(tokens: list[int], experts: int, top_k: int, seed: int = 0) -> tu
     )
 
 
-@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", NAMES)
 def test_bf16_stays_near_one_process(name: str) -> None:
     case = Case(2, 1, 4, random_ids([9, 4], 4, 2), 2, hidden=8, width=16, dtype=torch.bfloat16)
     compare(case, name, tolerance=3e-2)
 
 
-@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2)])
 def test_as_many_ranks_as_experts_one_choice_and_nobody_at_home(name: str, ep: int, etp: int) -> None:
     """EP = E with K = 1; two ranks have no tokens, and nobody chooses expert 0."""
@@ -203,7 +211,7 @@ def test_as_many_ranks_as_experts_one_choice_and_nobody_at_home(name: str, ep: i
     compare(Case(ep, etp, ep, ids, 1, expert={"bias": True}), name)
 
 
-@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_tokens_anywhere(name: str) -> None:
     found = compare(Case(2, 1, 2, ((), ()), 2), name)
     assert all(not each["parameters"]["down"].any() for each in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moesaic.dispatch.allgather import AllGatherDispatcher
 from moesaic.dispatch.alltoall import AllToAllDispatcher
+from moesaic.dispatch.hierarchical import HierarchicalDispatcher
 from moesaic.dispatch.local import LocalDispatcher
 from moesaic.dispatch.protocol import Dispatched, Dispatcher, PendingCombine, PendingDispatch
 from moesaic.mesh.mesh import ExpertGroups
@@ -16,7 +17,7 @@ def make_dispatcher(name: str, groups: ExpertGroups, experts: int) -> Dispatcher
     """The dispatcher `name` for a layer of `experts` experts, whose groups are `groups`.
 
     Where nothing travels it is `local` whatever `name` says; over experts that are cut but not spread, `alltoall` is
-    the same as `allgather`.
+    the same as `allgather`, and where every group of them is on one node, `hierarchical` is the same as `alltoall`.
 
     Raises:
         SpecError: an unknown name, `local` where experts are spread, or experts that do not divide by the ranks.
@@ -29,11 +30,14 @@ def make_dispatcher(name: str, groups: ExpertGroups, experts: int) -> Dispatcher
     here = experts // ep.size
     if groups.ep_etp.size == 1:
         return LocalDispatcher(here, 0)
-    if name == "allgather" or (name == "alltoall" and ep.size == 1):
+    if name == "allgather" or (name in ("alltoall", "hierarchical") and ep.size == 1):
         return AllGatherDispatcher(here, here * ep.rank, groups.ep_etp)
-    if name == "alltoall":
+    across, inside = groups.ep_across, groups.ep_inside
+    if name == "hierarchical" and across is not None and inside is not None and across.size > 1:
+        return HierarchicalDispatcher(here, here * ep.rank, across, inside, etp)
+    if name in ("alltoall", "hierarchical"):
         return AllToAllDispatcher(here, here * ep.rank, ep, etp)
     raise SpecError(
         f"dispatcher {name!r} cannot bring tokens to experts on ep·etp = {ep.size}·{etp.size} = {groups.ep_etp.size} "
-        "ranks; use allgather or alltoall."
+        "ranks; use allgather, alltoall or hierarchical."
     )

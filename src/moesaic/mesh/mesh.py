@@ -14,17 +14,24 @@ from torch import Tensor
 from moesaic.mesh.collectives import irecv, isend
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group
+from moesaic.mesh.nodes import ranks_per_node_here, split_by_node
 from moesaic.spec.layout import EXPERT_GROUPS, GROUPS, Layout
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The expert mesh as this rank sees it, for layers with one number of experts."""
+    """The expert mesh as this rank sees it, for layers with one number of experts.
+
+    The hierarchical dispatcher also has `ep_inside`, the ranks of `ep` on this node, and `ep_across`, those that have
+    this rank's place on the nodes of `ep`.
+    """
 
     ep: Group
     etp: Group
     edp: Group
     ep_etp: Group
+    ep_inside: Group | None = None
+    ep_across: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,20 @@ class Mesh:
         return cls(layout, 0, Group.single("world"), **dense, embedding=Group.single("embedding"))  # type: ignore[arg-type]
 
     @classmethod
-    def create(cls, layout: Layout, timeout_seconds: float, tied_embeddings: bool = False) -> Mesh:
+    def create(
+        cls,
+        layout: Layout,
+        timeout_seconds: float,
+        tied_embeddings: bool = False,
+        ranks_per_node: int | None = None,
+    ) -> Mesh:
         """The groups of `layout`. `torch.distributed` must be initialised with `layout.world` processes.
 
         With `tied_embeddings` the last stage holds a copy of the embedding, as every stage with prediction blocks does.
+        `ranks_per_node` is by default what torchrun started on this node; it is the same on all ranks.
+
+        Raises:
+            SpecError: the hierarchical dispatcher is asked for, and expert-parallel ranks lie unevenly on nodes.
         """
         if layout.world == 1:
             return cls.single(layout)
@@ -86,11 +103,14 @@ class Mesh:
         for count, ep in layout.experts_ep:
             if ep not in made:
                 suffix = "" if len(layout.experts_ep) == 1 else f"-{ep}"
-                made[ep] = ExpertGroups(
-                    *(
-                        group(name + suffix, layout.expert_groups(*axes, experts=count))
-                        for name, axes in EXPERT_GROUPS.items()
+                partitions = {name: layout.expert_groups(*axes, experts=count) for name, axes in EXPERT_GROUPS.items()}
+                if layout.dispatcher == "hierarchical":
+                    inside, across = split_by_node(
+                        partitions["ep"], ranks_per_node or ranks_per_node_here(layout.world)
                     )
+                    partitions |= {"ep_inside": inside, "ep_across": across}
+                made[ep] = ExpertGroups(
+                    **{name: group(name + suffix, partition) for name, partition in partitions.items()}
                 )
             experts[count] = made[ep]
         pipelines = layout.groups("pp")
@@ -119,7 +139,7 @@ class Mesh:
 
     @property
     def dispatcher(self) -> str:
-        """How tokens travel to experts: `local`, `allgather` or `alltoall`."""
+        """How tokens travel to experts: `local`, `allgather`, `alltoall` or `hierarchical`."""
         return "local" if self.layout is None else self.layout.dispatcher
 
     def expert(self, experts: int) -> ExpertGroups:

@@ -244,7 +244,7 @@ def expert_rules(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Iterator
             )
     if table.dispatcher == "local" and ep * etp > 1:
         yield f"layout.dispatcher is 'local', but ep·etp = {ep}·{etp} = {ep * etp}: use auto, allgather or alltoall"
-    if table.dispatcher in ("allgather", "alltoall") and ep * etp == 1:
+    if table.dispatcher in ("allgather", "alltoall", "hierarchical", "flex") and ep * etp == 1:
         yield f"layout.dispatcher is {table.dispatcher!r}, but ep·etp = 1, so that no token travels: use auto or local"
     if edp % table.replicas:
         yield (

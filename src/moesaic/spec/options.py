@@ -32,7 +32,6 @@ FLEX_BACKENDS = ("portable", "deepep", "hybridep")
 
 NOT_BUILT = {
     "dispatcher": (
-        "hierarchical",
         "deepep",
         "hybridep",
     ),
@@ -84,7 +83,7 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
     """What is wrong with the words of a layout's options, whatever its degrees."""
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
     if (flex if flex != "portable" else "hierarchical") in NOT_BUILT["dispatcher"]:
-        yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, allgather or alltoall"
+        yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, hierarchical or alltoall"
     options: tuple[tuple[str, str | list[str], tuple[str, ...]], ...] = (
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),

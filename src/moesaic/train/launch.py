@@ -32,6 +32,7 @@ from moesaic.mesh import collectives
 from moesaic.mesh.device import device
 from moesaic.mesh.group import CommunicationError, Group, forget_connections, progress
 from moesaic.mesh.mesh import Mesh
+from moesaic.mesh.nodes import check_nodes, ranks_per_node_here
 from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.legal import fewest_ranks
@@ -166,6 +167,9 @@ def join(run: RunSpec, model: ModelSpec | None = None) -> Launch:
     _make_default_group(assembly, place, timeout)
     mesh = Mesh.create(layout, timeout, (model or run.model_spec()).tied_embeddings)
     launch = Launch(mesh, layout, place, restarts, threads, notes + ([note] if note else []), assembly)
+    experts = mesh.experts_by_count.values()
+    if layout.dispatcher == "hierarchical" and all(g.ep_across is None or g.ep_across.size == 1 for g in experts):
+        launch.notes.append("The hierarchical dispatcher is alltoall here: all expert-parallel ranks are on one node.")
     if restarts and place.rank == 0:
         launch.notes.append(f"Started anew by torchrun ({restarts} so far), on {place.world} processes: {layout}.")
     _state.launch = launch
@@ -233,7 +237,9 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
             f"the layout {layout} takes {needed} processes{' or a multiple' if table.dp == 'auto' else ''}, but this "
             f"is one: run it with `torchrun --nproc-per-node {needed} -m moesaic {_command()}`."
         )
-    return chosen_layout(run, model, world, place.local_world)
+    layout, notes = chosen_layout(run, model, world, place.local_world)
+    check_nodes(layout, ranks_per_node_here(world))
+    return layout, notes
 
 
 def _command() -> str:
@@ -265,6 +271,8 @@ def _facts(run: RunSpec, layout: Layout, place: Place) -> Facts:
         "the layout": str(layout),
         "the dispatcher and the overlap": f"{layout.dispatcher}, {', '.join(layout.overlap) or 'no overlap'}",
     }
+    if layout.dispatcher == "hierarchical":  # groups are made by nodes
+        facts["the number of processes on a machine"] = ranks_per_node_here(place.world)
     for table, keys in run.model_dump().items():
         facts.update({f"{table}.{key}": value for key, value in keys.items()})
     return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
