@@ -62,10 +62,7 @@ NOT_BUILT = {
         "optimizer",
         "activations",
     ),
-    "compression": (
-        "dispatch",
-        "gradients",
-    ),
+    "compression": ("gradients",),
 }
 """Words that the planner prices and this package's trainer does not have."""
 
@@ -86,6 +83,8 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
     if (flex if flex != "portable" else "hierarchical") in NOT_BUILT["dispatcher"]:
         yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, allgather or alltoall"
+    if flex in ("deepep", "hybridep") and "dispatch" in table.compression:
+        yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave out one of the two"
     options: tuple[tuple[str, str | list[str], tuple[str, ...]], ...] = (
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),
