@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moesaic.dispatch.allgather import AllGatherDispatcher
 from moesaic.dispatch.alltoall import AllToAllDispatcher
+from moesaic.dispatch.compressed import CompressedDispatcher
 from moesaic.dispatch.hierarchical import HierarchicalDispatcher
 from moesaic.dispatch.local import LocalDispatcher
 from moesaic.dispatch.protocol import Dispatched, Dispatcher, PendingCombine, PendingDispatch
@@ -13,11 +14,12 @@ from moesaic.spec.errors import SpecError
 __all__ = ["Dispatched", "Dispatcher", "PendingCombine", "PendingDispatch", "make_dispatcher"]
 
 
-def make_dispatcher(name: str, groups: ExpertGroups, experts: int) -> Dispatcher:
+def make_dispatcher(name: str, groups: ExpertGroups, experts: int, *, compressed: bool = False) -> Dispatcher:
     """The dispatcher `name` for a layer of `experts` experts, whose groups are `groups`.
 
     Where nothing travels it is `local` whatever `name` says; over experts that are cut but not spread, `alltoall` is
     the same as `allgather`, and where every group of them is on one node, `hierarchical` is the same as `alltoall`.
+    `compressed`: rows travel in fp8 (`dispatch.compressed`), which changes results a little.
 
     Raises:
         SpecError: an unknown name, `local` where experts are spread, or experts that do not divide by the ranks.
@@ -30,6 +32,8 @@ def make_dispatcher(name: str, groups: ExpertGroups, experts: int) -> Dispatcher
     here = experts // ep.size
     if groups.ep_etp.size == 1:
         return LocalDispatcher(here, 0)
+    if compressed:
+        return CompressedDispatcher(make_dispatcher(name, groups, experts), groups.ep_etp)
     if name == "allgather" or (name in ("alltoall", "hierarchical") and ep.size == 1):
         return AllGatherDispatcher(here, here * ep.rank, groups.ep_etp)
     across, inside = groups.ep_across, groups.ep_inside

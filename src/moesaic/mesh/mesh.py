@@ -142,6 +142,11 @@ class Mesh:
         """How tokens travel to experts: `local`, `allgather`, `alltoall` or `hierarchical`."""
         return "local" if self.layout is None else self.layout.dispatcher
 
+    @property
+    def compression(self) -> tuple[str, ...]:
+        """What travels with fewer bits (`spec.options.COMPRESSION`)."""
+        return () if self.layout is None else self.layout.compression
+
     def expert(self, experts: int) -> ExpertGroups:
         """The expert mesh of layers with `experts` experts."""
         found = self.experts_by_count.get(experts)

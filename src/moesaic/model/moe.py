@@ -33,7 +33,9 @@ class Moe(nn.Module):
         mesh = mesh or Mesh.single()
         groups = mesh.expert(spec.router.experts)
         self.spec = spec
-        self.dispatcher = make_dispatcher(mesh.dispatcher, groups, spec.router.experts)
+        self.dispatcher = make_dispatcher(
+            mesh.dispatcher, groups, spec.router.experts, compressed="dispatch" in mesh.compression
+        )
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
         self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)

@@ -102,6 +102,12 @@ class Layout:
     """What travels with fewer bits (`spec.options.COMPRESSION`)."""
 
     @property
+    def compressed(self) -> tuple[str, ...]:
+        """`compression` without `dispatch` where all experts are on every rank, so that no rows travel."""
+        travels = self.etp > 1 or any(ep > 1 for _, ep in self.experts_ep)
+        return tuple(word for word in self.compression if word != "dispatch" or travels)
+
+    @property
     def world(self) -> int:
         """Ranks in all."""
         return self.pp * self.dp * self.cp * self.tp

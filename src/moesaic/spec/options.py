@@ -60,10 +60,7 @@ NOT_BUILT = {
         "optimizer",
         "activations",
     ),
-    "compression": (
-        "dispatch",
-        "gradients",
-    ),
+    "compression": ("gradients",),
 }
 """Words that the planner prices and this package's trainer does not have."""
 
@@ -84,6 +81,8 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
     if (flex if flex != "portable" else "hierarchical") in NOT_BUILT["dispatcher"]:
         yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, hierarchical or alltoall"
+    if flex in ("deepep", "hybridep") and "dispatch" in table.compression:
+        yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave out one of them"
     options: tuple[tuple[str, str | list[str], tuple[str, ...]], ...] = (
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),

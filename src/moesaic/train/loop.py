@@ -152,6 +152,11 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
         run, spec, decoder.routers(), first=launch.first, is_first=launch.is_first, resume=resume, notes=notes
     )
     labels = benchmark_only(run.balance)
+    compression = layout.compressed
+    if compression:
+        notes.append(f"Compressed, which changes results a little: {', '.join(compression)} (layout.compression).")
+    if len(compression) < len(layout.compression):
+        notes.append("layout.compression 'dispatch' has no effect: with ep·etp = 1 no rows travel to experts.")
 
     def begin_folder() -> None:
         write_resolved(folder, run)
@@ -225,6 +230,8 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
                 row.update(held_out)
                 if labels:
                     row["benchmark_only"] = labels
+                if compression:
+                    row["compression"] = list(compression)
                 metrics.write(row)
                 display.step(row)
             clock.restart()
