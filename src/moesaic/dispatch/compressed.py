@@ -1,8 +1,8 @@
 """Rows to experts in fp8: a byte for each element and 4 more for each row, whatever the dispatcher.
 
 What goes from tokens to experts is compressed, hidden states forward and, in backward, the gradients of combined
-outputs. What comes back is sums, which keep their precision: their rounding errors would add up. Rows that stay on their
-rank are rounded like those that travel, so that an expert sees the same of a token wherever the two are.
+outputs. What comes back is sums, which keep their precision: their rounding errors would add up. Rows that stay on
+their rank are rounded like those that travel, so that an expert sees the same of a token wherever the two are.
 
 Hidden states have a scale for each token and gradients one for each channel of 128 consecutive tokens, as in
 MegaScale-MoE (arXiv 2505.11432), which reports that fp8 without these does not reach the loss of bf16.

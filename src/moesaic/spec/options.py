@@ -84,7 +84,7 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
     if (flex if flex != "portable" else "hierarchical") in NOT_BUILT["dispatcher"]:
         yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, allgather or alltoall"
     if flex in ("deepep", "hybridep") and "dispatch" in table.compression:
-        yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave out one of the two"
+        yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave one out"
     options: tuple[tuple[str, str | list[str], tuple[str, ...]], ...] = (
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),
