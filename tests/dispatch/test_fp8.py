@@ -135,12 +135,8 @@ def test_an_outlier_costs_only_those_that_share_its_scale() -> None:
     loud[:, 3] *= 1e6
     others = torch.arange(64) != 3
     assert per_channel(loud)[:, others].equal(per_channel(x)[:, others])
-    assert (
-        error(loud[:, others], per_channel(loud)[:, others])
-        < 0.03
-        < 0.9
-        < error(x[:, others], per_token(loud)[:, others])
-    )
+    assert error(loud[:, others], per_channel(loud)[:, others]) < 0.03
+    assert error(x[:, others], per_token(loud)[:, others]) > 0.5
 
 
 def test_gradients_whose_channels_differ_lose_less_by_channel() -> None:
