@@ -7,16 +7,14 @@ is on a rank of its own (Megatron-Core's volume), and never more than an all-gat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dispatch.allgather import GatherRoute
+from moesaic.dispatch.exchange import ExchangeRoute
+from moesaic.dispatch.parts import part_routes
 from moesaic.dispatch.protocol import Dispatcher
-from moesaic.dispatch.route import Arrival, Chain, Route, Then
+from moesaic.dispatch.route import Chain, Route
 from moesaic.mesh import collectives
 from moesaic.mesh.group import Group
 
@@ -33,9 +31,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def route(self, ids_TK: Tensor) -> Route:
         """To the ranks of the chosen experts."""
-        n = self.ep.size
-        goes_Tn = torch.zeros(len(ids_TK), n, dtype=torch.bool, device=ids_TK.device)
-        goes_nT = goes_Tn.scatter_(1, ids_TK // self.experts_here, True).t()
+        goes_nT = self._goes(ids_TK)
         tokens_N = goes_nT.nonzero()[:, 1]  # by rank, and for each rank in the order of tokens
         sent = goes_nT.sum(1).tolist()
         received = collectives.exchange_counts(sent, self.ep)
@@ -45,38 +41,17 @@ class AllToAllDispatcher(Dispatcher):
         rows = collectives.gather_counts(sum(received), self.etp)
         return Chain(route, GatherRoute(self.etp, rows))
 
+    def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
+        """Half of what stays here, what travels in chunks of tokens, the other half."""
+        cut = part_routes(self._goes(ids_TK), self.ep, chunks)
+        routes: list[Route] = [cut.first, *cut.remote, cut.last]
+        if self.etp.size == 1:
+            return routes
+        counts = [len(cut.first.tokens_N), *(sum(each.received) for each in cut.remote), len(cut.last.tokens_N)]
+        rows = collectives.exchange_count_lists([[count] * self.etp.size for count in counts], self.etp)
+        return [Chain(route, GatherRoute(self.etp, each)) for route, each in zip(routes, rows, strict=True)]
 
-@dataclass
-class ExchangeRoute:
-    """Of T tokens, those numbered `tokens_N` go out: the first `sent[0]` to rank 0 of the group, and so on.
-
-    `received`: how many come from each rank.
-    """
-
-    group: Group
-    tokens: int
-    tokens_N: Tensor
-    sent: list[int]
-    received: list[int]
-
-    def start_spread(self, x_TW: Tensor, what: str) -> Arrival:
-        """Begin an all-to-all of copies of tokens."""
-        rows_NW = x_TW.index_select(0, self.tokens_N)
-        return collectives.start_all_to_all(rows_NW, self.group, self.sent, self.received, what)
-
-    def start_collect(self, y_RW: Tensor, what: str) -> Arrival:
-        """Begin the all-to-all back."""
-        arrival = collectives.start_all_to_all(y_RW, self.group, self.received, self.sent, what)
-        places_N, starts_T = self._bags  # made here, while rows travel
-
-        def sum_by_token(rows_NW: Tensor) -> Tensor:
-            # A lookup in a table of rows is the sum wanted: it reads each once and adds in fp32, in the order of ranks.
-            return F.embedding_bag(places_N, rows_NW, starts_T, mode="sum", include_last_offset=True)
-
-        return Then(arrival, sum_by_token)
-
-    @cached_property
-    def _bags(self) -> tuple[Tensor, Tensor]:
-        """Places in `tokens_N` ordered by token, and where each token's begin; one more for the end."""
-        sorted_N, places_N = self.tokens_N.sort(stable=True)
-        return places_N, torch.searchsorted(sorted_N, torch.arange(self.tokens + 1, device=sorted_N.device))
+    def _goes(self, ids_TK: Tensor) -> Tensor:
+        """Whether a rank holds an expert of a token, [n, T]."""
+        goes_Tn = torch.zeros(len(ids_TK), self.ep.size, dtype=torch.bool, device=ids_TK.device)
+        return goes_Tn.scatter_(1, ids_TK // self.experts_here, True).t()

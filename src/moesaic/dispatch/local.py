@@ -17,6 +17,10 @@ class LocalDispatcher(Dispatcher):
         """Straight on."""
         return StraightRoute()
 
+    def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
+        """One: nothing travels that could be hidden."""
+        return [StraightRoute()]
+
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> PendingDispatch:
         """Nothing to begin."""
         here = Dispatched(x_TD, ids_TK, weights_TK, StraightRoute())

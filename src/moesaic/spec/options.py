@@ -42,7 +42,6 @@ NOT_BUILT = {
         "parameters",
         "tensor",
         "between",
-        "inside",
         "experts",
         "weight_gradients",
     ),

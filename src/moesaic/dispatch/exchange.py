@@ -1,0 +1,50 @@
+"""Copies of tokens to chosen ranks of one group, and sums of what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.dispatch.route import Arrival, Then
+from moesaic.mesh import collectives
+from moesaic.mesh.group import Group
+
+
+@dataclass
+class ExchangeRoute:
+    """Of T tokens, those numbered `tokens_N` go out: the first `sent[0]` to rank 0 of the group, and so on.
+
+    `received`: how many come from each rank.
+    """
+
+    group: Group
+    tokens: int
+    tokens_N: Tensor
+    sent: list[int]
+    received: list[int]
+
+    def start_spread(self, x_TW: Tensor, what: str) -> Arrival:
+        """Begin an all-to-all of copies of tokens."""
+        rows_NW = x_TW.index_select(0, self.tokens_N)
+        return collectives.start_all_to_all(rows_NW, self.group, self.sent, self.received, what)
+
+    def start_collect(self, y_RW: Tensor, what: str) -> Arrival:
+        """Begin the all-to-all back."""
+        arrival = collectives.start_all_to_all(y_RW, self.group, self.received, self.sent, what)
+        places_N, starts_T = self._bags  # made here, while rows travel
+
+        def sum_by_token(rows_NW: Tensor) -> Tensor:
+            # A lookup in a table of rows is the sum wanted: it reads each once and adds in fp32, in the order of ranks.
+            return F.embedding_bag(places_N, rows_NW, starts_T, mode="sum", include_last_offset=True)
+
+        return Then(arrival, sum_by_token)
+
+    @cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """Places in `tokens_N` ordered by token, and where each token's begin; one more for the end."""
+        sorted_N, places_N = self.tokens_N.sort(stable=True)
+        return places_N, torch.searchsorted(sorted_N, torch.arange(self.tokens + 1, device=sorted_N.device))
