@@ -19,6 +19,7 @@ from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import ExpertGroups
 from moesaic.mesh.nodes import split_by_node
 from moesaic.mesh.traffic import Traffic, meter
+from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.experts import Experts
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
@@ -92,8 +93,8 @@ def expert_groups(ep: int, etp: int) -> ExpertGroups:
     )
 
 
-def on_a_rank(rank: int, case: Case, name: str, staged: bool) -> dict[str, Any]:
-    """Dispatch, experts, combine and backward of one rank."""
+def on_a_rank(rank: int, case: Case, name: str, staged: bool, chunks: int = 0) -> dict[str, Any]:
+    """Dispatch, experts, combine and backward of one rank, with `chunks` in parts."""
     groups = expert_groups(case.ep, case.etp)
     module = Experts(case.moe, case.hidden, case.dtype, groups=groups)
     whole = dict(case.whole().named_parameters())
@@ -104,7 +105,17 @@ def on_a_rank(rank: int, case: Case, name: str, staged: bool) -> dict[str, Any]:
     x.requires_grad_()
     weights.requires_grad_()
     with meter() as traffic:
-        if staged:
+        if chunks:
+            back, rows = [], 0
+            sent = dispatcher.start_parts(x, ids, weights, chunks)
+            gradients_of_parts = PartGradients(len(sent))
+            for part in sent:
+                here = part.finish()
+                rows += len(here.rows_RD)
+                y = module(here.rows_RD, here.ids_RK, here.weights_RK, gradients_of_parts)
+                back.append(dispatcher.start_combine(y, here.handle))
+            y = dispatcher.finish_parts(back)
+        elif staged:
             pending = dispatcher.start_dispatch(x, ids, weights)
             other = x.square()
             here = pending.finish()
@@ -124,7 +135,7 @@ def on_a_rank(rank: int, case: Case, name: str, staged: bool) -> dict[str, Any]:
         "cuts": {key: parameter.cut for key, parameter in module.named_parameters()},  # type: ignore[attr-defined]
         "forward": forward,
         "both": Traffic(dict(traffic.bytes), dict(traffic.calls)),
-        "rows": len(here.rows_RD),
+        "rows": rows if chunks else len(here.rows_RD),
     }
 
 
@@ -147,9 +158,11 @@ def alone(case: Case) -> dict[str, Any]:
     }
 
 
-def compare(case: Case, name: str, staged: bool = False, tolerance: float = 1e-5) -> list[dict[str, Any]]:
+def compare(
+    case: Case, name: str, staged: bool = False, tolerance: float = 1e-5, chunks: int = 0
+) -> list[dict[str, Any]]:
     """Raises unless every rank's results are those of one process; returns what ranks say."""
-    found = ranks(case.size).run(on_a_rank, case, name, staged)
+    found = ranks(case.size).run(on_a_rank, case, name, staged, chunks)
     expected = alone(case)
     for rank, each in enumerate(found):
         for key in ("y", "x", "weights"):

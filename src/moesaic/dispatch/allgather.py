@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from moesaic.dispatch.parts import part_routes
 from moesaic.dispatch.protocol import Dispatcher
 from moesaic.dispatch.route import Arrival, Route
 from moesaic.mesh import collectives
@@ -28,6 +30,12 @@ class AllGatherDispatcher(Dispatcher):
     def route(self, ids_TK: Tensor) -> Route:
         """To everybody."""
         return GatherRoute(self.group, collectives.gather_counts(len(ids_TK), self.group))
+
+    def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
+        """Half of the own tokens, other ranks' in chunks, the other half; each sum comes back to its owner."""
+        goes_nT = torch.ones(self.group.size, len(ids_TK), dtype=torch.bool, device=ids_TK.device)
+        cut = part_routes(goes_nT, self.group, chunks)
+        return [cut.first, *cut.remote, cut.last]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moesaic.dispatch.allgather import GatherRoute
 from moesaic.dispatch.exchange import ExchangeRoute, places_of
+from moesaic.dispatch.parts import part_routes
 from moesaic.dispatch.protocol import Dispatcher
 from moesaic.dispatch.route import Chain, Route
 from moesaic.mesh import collectives
@@ -31,6 +32,16 @@ class AllToAllDispatcher(Dispatcher):
         """To the ranks of the chosen experts."""
         route = ExchangeRoute.of(places_of(ids_TK, self.experts_here, self.ep.size), self.ep)
         return gathered(route, sum(route.received), self.etp)
+
+    def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
+        """Half of what stays here, what travels in chunks of tokens, the other half."""
+        cut = part_routes(places_of(ids_TK, self.experts_here, self.ep.size).t(), self.ep, chunks)
+        routes: list[Route] = [cut.first, *cut.remote, cut.last]
+        if self.etp.size == 1:
+            return routes
+        counts = [len(cut.first.tokens_N), *(sum(each.received) for each in cut.remote), len(cut.last.tokens_N)]
+        rows = collectives.exchange_count_lists([[count] * self.etp.size for count in counts], self.etp)
+        return [Chain(route, GatherRoute(self.etp, each)) for route, each in zip(routes, rows, strict=True)]
 
 
 def gathered(route: Route, rows: int, etp: Group) -> Route:

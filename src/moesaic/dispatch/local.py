@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moesaic.dispatch.parts import REMOTE_CHUNKS
 from moesaic.dispatch.protocol import Dispatched, Dispatcher, PendingCombine, PendingDispatch
 from moesaic.dispatch.route import Route, StraightRoute
 
@@ -21,6 +22,12 @@ class LocalDispatcher(Dispatcher):
         """Nothing to begin."""
         here = Dispatched(x_TD, ids_TK, weights_TK, StraightRoute())
         return PendingDispatch(lambda: here)
+
+    def start_parts(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int = REMOTE_CHUNKS
+    ) -> list[PendingDispatch]:
+        """One: nothing travels that could be hidden."""
+        return [self.start_dispatch(x_TD, ids_TK, weights_TK)]
 
     def start_combine(self, y_RD: Tensor, handle: Route) -> PendingCombine:
         """Nothing to begin."""

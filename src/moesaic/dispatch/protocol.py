@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moesaic.dispatch.parts import REMOTE_CHUNKS, ChunkRoute, OwnRoute, chunk_bounds, sum_of
 from moesaic.dispatch.route import Arrival, Route
 
 
@@ -50,6 +51,14 @@ class Dispatcher(ABC):
     def route(self, ids_TK: Tensor) -> Route:
         """The route of tokens that chose the experts `ids_TK` (of all experts). May wait for other ranks' counts."""
 
+    def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
+        """Routes whose sum is `route`, in the order in which experts should compute them.
+
+        Those that do not travel come first and last. Here `chunks` ranges of tokens, each on its own route.
+        """
+        tokens = len(ids_TK)
+        return [ChunkRoute(self.route(ids_TK[a:b]), a, b, tokens) for a, b in chunk_bounds(tokens, chunks)]
+
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """Tokens x_TD with their choices to the ranks of these experts. Gradients flow to x and to the weights."""
         return self.start_dispatch(x_TD, ids_TK, weights_TK).finish()
@@ -60,7 +69,32 @@ class Dispatcher(ABC):
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> PendingDispatch:
         """Begin `dispatch`. x may not change before `finish`."""
-        leg = _DispatchLeg(self.route(ids_TK), ids_TK, self.first_expert, self.experts_here)
+        return self._start(self.route(ids_TK), x_TD, ids_TK, weights_TK)
+
+    def start_parts(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int = REMOTE_CHUNKS
+    ) -> list[PendingDispatch]:
+        """Begin `dispatch` in parts, those that travel cut in `chunks`, the same number on all ranks.
+
+        Finish them in order, each followed by its experts and `start_combine`; `finish_parts` then gives y_TD.
+        """
+        routes = self.routes_of_parts(ids_TK, chunks)
+        wide_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+        # What travels is on its way before anything is copied for the own parts.
+        order = sorted(range(len(routes)), key=lambda i: isinstance(routes[i], OwnRoute))
+        started = {i: self._start(routes[i], x_TD, ids_TK, wide_TK) for i in order}
+        return [started[i] for i in range(len(routes))]
+
+    @staticmethod
+    def finish_parts(combines: list[PendingCombine]) -> Tensor:
+        """The sum of all parts, y_TD."""
+        # Own parts first: backward goes the other way, and sends gradients off before it copies rows for itself.
+        order = sorted(range(len(combines)), key=lambda i: not combines[i].stays)
+        found = {i: combines[i].finish() for i in order}
+        return sum_of([found[i] for i in range(len(combines))])
+
+    def _start(self, route: Route, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> PendingDispatch:
+        leg = _DispatchLeg(route, ids_TK, self.first_expert, self.experts_here)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         token = _Start.apply(leg, x_TD, weights_TK.to(wide))
 
@@ -74,7 +108,7 @@ class Dispatcher(ABC):
         """Begin `combine`. y may not change before `finish`."""
         leg = _CombineLeg(handle)
         token = _Start.apply(leg, y_RD)
-        return PendingCombine(lambda: _Finish.apply(leg, token)[0])
+        return PendingCombine(lambda: _Finish.apply(leg, token)[0], stays=isinstance(handle, OwnRoute))
 
 
 @dataclass(frozen=True)
@@ -90,9 +124,10 @@ class PendingDispatch:
 
 @dataclass(frozen=True)
 class PendingCombine:
-    """A combine under way."""
+    """A combine under way, or rows that have nowhere to go."""
 
     _finish: Callable[[], Tensor]
+    stays: bool = False
 
     def finish(self) -> Tensor:
         """Wait for the sums, y_TD."""

@@ -75,7 +75,10 @@ class Chain:
 
     def start_spread(self, x_TW: Tensor, what: str) -> Arrival:
         """Begin the first part; the second follows on arrival."""
-        return Then(self.first.start_spread(x_TW, what), lambda x: self.second.start_spread(x, what).wait())
+        arrival = self.first.start_spread(x_TW, what)
+        if isinstance(arrival, Here):
+            return self.second.start_spread(arrival.rows, what)
+        return Then(arrival, lambda x: self.second.start_spread(x, what).wait())
 
     def start_collect(self, y_RW: Tensor, what: str) -> Arrival:
         """The second part, whose end the first needs to begin."""

@@ -193,6 +193,16 @@ def exchange_counts(counts: list[int], group: Group) -> list[int]:
     return all_to_all(sent, group, [1] * group.size, [1] * group.size, "counts").tolist()
 
 
+def exchange_count_lists(lists: list[list[int]], group: Group) -> list[list[int]]:
+    """Several `exchange_counts` as one message."""
+    n = group.size
+    if group.handle is None or not lists:
+        return [list(counts) for counts in lists]
+    where = device().torch_device if group.needs_device else torch.device("cpu")
+    sent_nL = torch.tensor(lists, dtype=torch.int64, device=where).t().contiguous()
+    return all_to_all(sent_nL, group, [1] * n, [1] * n, "counts").t().tolist()  # type: ignore[no-any-return]
+
+
 def gather_counts(count_here: int, group: Group) -> list[int]:
     """The number that each rank gives, in rank order."""
     return exchange_counts([count_here] * group.size, group)

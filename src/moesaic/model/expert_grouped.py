@@ -15,6 +15,7 @@ from torch import Tensor
 from moesaic.model.activations import activate, activate_backward
 from moesaic.model.deferred import Later, Leaves
 from moesaic.model.expert_blocks import ExpertKind
+from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.expert_rows import SortedRows
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -152,6 +153,7 @@ class GroupedExperts(torch.autograd.Function):
         down_bias_ED: Tensor | None,
         keep: bool,
         later: Later | None,
+        parts: PartGradients | None = None,
     ) -> Tensor:
         bias_ED = down_bias_ED if module.adds_down_bias else None
         parameters = (up_EGD, down_EDF, up_bias_EG, bias_ED)
@@ -166,6 +168,7 @@ class GroupedExperts(torch.autograd.Function):
         )
         if keep:
             ctx.module, ctx.rows, ctx.shape_TK, ctx.later = module, rows, ids_TK.shape, later
+            ctx.parts = parts or PartGradients(1)
             ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, *parameters)
         return _sum_per_token(y_RD, rows, *ids_TK.shape)
 
@@ -194,7 +197,9 @@ class GroupedExperts(torch.autograd.Function):
 
         if ctx.later is None:
             wanted = ctx.needs_input_grad[4:8]
-            grads = grouped_weight_gradients(x_RD, inner_R, a_RF, grad_h_RG, grad_y_RD, ends_E, wanted, adds_bias)
+            grads = ctx.parts.add(
+                grouped_weight_gradients(x_RD, inner_R, a_RF, grad_h_RG, grad_y_RD, ends_E, wanted, adds_bias)
+            )
         else:
             grads = [None] * 4
             ctx.later.leave(left_gradients)
@@ -205,4 +210,4 @@ class GroupedExperts(torch.autograd.Function):
         new = torch.empty if ctx.module.has_all_experts else torch.zeros
         grad_weights_TK = new(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows.order_R, grad_weight_R.float())
-        return None, grad_x_TD, None, grad_weights_TK, *grads, None, None
+        return None, grad_x_TD, None, grad_weights_TK, *grads, None, None, None

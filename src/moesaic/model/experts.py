@@ -32,6 +32,7 @@ from moesaic.model.expert_blocks import (
     gather_rows,
     product_spans,
 )
+from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.expert_grouped import GroupedExperts
 from moesaic.model.expert_memory import POOL
 from moesaic.model.expert_rows import SortedRows, Span
@@ -59,6 +60,7 @@ class _ExpertByExpert(torch.autograd.Function):
         down_bias_ED: Tensor | None,
         keep: bool,
         later: Later | None,
+        parts: PartGradients | None,
     ) -> Tensor:
         dtype = compute_dtype(x_TD)
         rows_by_expert = SortedRows.sort(ids_TK, up_EGD.shape[0], module.has_all_experts)
@@ -87,6 +89,7 @@ class _ExpertByExpert(torch.autograd.Function):
         y_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
         if keep:
             ctx.module, ctx.rows_by_expert, ctx.shape_TK, ctx.later = module, rows_by_expert, ids_TK.shape, later
+            ctx.parts = parts or PartGradients(1)
             ctx.save_for_backward(x_TD, weights_R, h_RG, up_EGD, down_EDF, up_bias_EG, down_bias_ED)
         return y_TD.to(x_TD.dtype)
 
@@ -97,8 +100,9 @@ class _ExpertByExpert(torch.autograd.Function):
         x_TD, weights_R, h_RG, *parameters = ctx.saved_tensors
         module, rows_by_expert, later = ctx.module, ctx.rows_by_expert, ctx.later
         dtype = compute_dtype(x_TD)
-        _, _, _, wants_weights, *wanted, _, _ = ctx.needs_input_grad
-        into, in_place = _gradients(module, parameters, wanted)
+        parts: PartGradients = ctx.parts
+        _, _, _, wants_weights, *wanted, _, _, _ = ctx.needs_input_grad
+        into, in_place = parts.into(lambda: _gradients(module, parameters, wanted))
         filled = _filled(module, into)
         if not module.adds_down_bias:
             parameters[-1] = None
@@ -129,7 +133,7 @@ class _ExpertByExpert(torch.autograd.Function):
                         h_RG[rows],
                         gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
                         grad_weights_R[rows] if wants_weights else None,
-                        accumulate=a > 0 or in_place,
+                        accumulate=a > 0 or in_place or e in parts.filled,
                         left=None if left is None else ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
                     )
                     if module.weights_on_input:
@@ -138,15 +142,17 @@ class _ExpertByExpert(torch.autograd.Function):
                     grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
 
         grad_x_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
-        if left is None:
-            returned = _finished(module, into, in_place, rows_by_expert)
-        else:
-            returned = [None] * len(parameters)
+        parts.filled.update(e for e, start, end in rows_by_expert.spans if end > start)
+        every = parts.filled
+        returned: list[Tensor | None] = [None] * len(parameters)
+        if parts.done() and left is None:
+            returned = _finished(module, into, in_place, every)
+        if left is not None:
             later.leave(partial(_left_gradients, module, rows_by_expert, left, x_TD, weights_R, grad_y_TD))
         new = torch.empty if module.has_all_experts else torch.zeros
         grad_weights_TK = new(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows_by_expert.order_R, grad_weights_R)
-        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned, None, None
+        return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned, None, None, None
 
 
 def _left_gradients(
@@ -180,7 +186,7 @@ def _left_gradients(
                 )
 
     run_experts(rows_by_expert.busy, run, x_TD[:0], dtype)
-    return _finished(module, into, in_place, rows_by_expert)
+    return _finished(module, into, in_place, {e for e, start, end in rows_by_expert.spans if end > start})
 
 
 def _filled(module: Experts, into: list[Tensor | None]) -> list[Tensor | None]:
@@ -188,17 +194,15 @@ def _filled(module: Experts, into: list[Tensor | None]) -> list[Tensor | None]:
     return into if module.adds_down_bias else [*into[:-1], None]
 
 
-def _finished(
-    module: Experts, into: list[Tensor | None], in_place: bool, rows_by_expert: SortedRows
-) -> list[Tensor | None]:
-    """What autograd gets: zero where an expert had no rows; None where `.grad` has been added to."""
+def _finished(module: Experts, into: list[Tensor | None], in_place: bool, with_rows: set[int]) -> list[Tensor | None]:
+    """What autograd gets: zero for experts that are not `with_rows`; None where `.grad` has been added to."""
     if in_place:
         return [None] * len(into)
     if not module.adds_down_bias and into[-1] is not None:
         into[-1].zero_()
     for g in (g for g in into if g is not None):
-        for e, start, end in rows_by_expert.spans:
-            if start == end:
+        for e in range(len(g)):
+            if e not in with_rows:
                 g[e].zero_()
     return into
 
@@ -268,18 +272,18 @@ class Experts(nn.Module):
         self.register_parameter(self.up_name + "_bias", new((experts, rows), 1, halves) if expert.bias else None)
         self.register_parameter("down_bias", new((experts, hidden), None) if expert.bias else None)
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parts: PartGradients | None = None) -> Tensor:
         """x_TD through the experts `ids_TK` (int64) that each token chose, summed with `weights_TK`. Returns y_TD.
 
         Ids count the experts that are here. With expert parallelism, numbers outside their range stand for experts
         elsewhere: they add nothing, and the gradient of their weights is zero. No gradient flows to `ids_TK`. Experts
-        without tokens get a zero gradient.
+        without tokens get a zero gradient. Calls with the same `parts` add their weight gradients to one tensor.
         """
         function = GroupedExperts if self.uses_grouped_products(x_TD) else _ExpertByExpert
         up, up_bias = self.get_parameter(self.up_name), getattr(self, self.up_name + "_bias")
         later, parameters = hide_from_autograd(x_TD, up, self.down, up_bias, self.down_bias)
         return function.apply(  # type: ignore[no-any-return]
-            self, x_TD, ids_TK, weights_TK, *parameters, torch.is_grad_enabled(), later
+            self, x_TD, ids_TK, weights_TK, *parameters, torch.is_grad_enabled(), later, parts
         )
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.dispatch import make_dispatcher
+from moesaic.dispatch import PendingDispatch, make_dispatcher
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.experts import Experts
 from moesaic.model.linear import Linear
 from moesaic.model.mlp import Mlp
@@ -36,6 +37,8 @@ class Moe(nn.Module):
         self.dispatcher = make_dispatcher(
             mesh.dispatcher, groups, spec.router.experts, compressed="dispatch" in mesh.compression
         )
+        self.in_parts = mesh.layout is not None and "inside" in mesh.layout.overlap
+        """Whether one part of the tokens travels while experts compute another."""
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
         self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)
@@ -47,11 +50,16 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor, batch: int = 1) -> tuple[Tensor, Routing]:
         """x [T, D] of own tokens, `batch` rows, to y [T, D] and the routing that led there."""
         routing = self.router(x_TD)
-        sent = self.dispatcher.start_dispatch(x_TD, routing.ids_TK, routing.weights_TK)
+        start = self.dispatcher.start_parts if self.in_parts else self._start_whole
+        sent = start(x_TD, routing.ids_TK, routing.weights_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD, batch)
-        here = sent.finish()
-        y_RD = self.experts(here.rows_RD, here.ids_RK, here.weights_RK)
-        y_TD = self.dispatcher.combine(y_RD, here.handle)
+        back = []
+        gradients = None if len(sent) == 1 else PartGradients(len(sent))
+        for part in sent:
+            here = part.finish()
+            y_RD = self.experts(here.rows_RD, here.ids_RK, here.weights_RK, gradients)
+            back.append(self.dispatcher.start_combine(y_RD, here.handle))
+        y_TD = self.dispatcher.finish_parts(back)
         if shared_TD is None:
             return y_TD, routing
         if self.shared_gate is None:
@@ -61,3 +69,6 @@ class Moe(nn.Module):
             return torch.addcmul(y_TD, gate.sigmoid(), shared_TD), routing
         share = gate.softmax(-1)
         return y_TD * share[:, :1] + shared_TD * share[:, 1:], routing
+
+    def _start_whole(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[PendingDispatch]:
+        return [self.dispatcher.start_dispatch(x_TD, ids_TK, weights_TK)]

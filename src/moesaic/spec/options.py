@@ -40,7 +40,6 @@ NOT_BUILT = {
         "parameters",
         "tensor",
         "between",
-        "inside",
         "experts",
         "weight_gradients",
     ),

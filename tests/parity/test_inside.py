@@ -1,0 +1,25 @@
+"""Layers computed in parts train as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity import runs
+from tests.ranks import ranks
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("mixtral", 2, {"ep": 2, "dispatcher": "alltoall"}),
+    ("qwen3_moe", 2, {"ep": 2, "tp": 2, "dispatcher": "allgather", "micro_batch": 2}),
+    ("deepseek_v3", 4, {"ep": 2, "etp": 2, "dispatcher": "alltoall", "micro_batch": 2}),
+    ("deepseek_v3", 4, {"ep": 4, "dispatcher": "alltoall", "micro_batch": 1, "sharding": "gradients"}),
+    ("mixtral", 4, {"ep": 2, "pp": 2, "dispatcher": "alltoall", "schedule": "zero_bubble", "micro_batch": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "keys"), CASES)
+def test_layers_in_parts_train_as_one_process(name: str, world: int, keys: dict[str, Any]) -> None:
+    for each in ranks(world).run(runs.errors, name, keys | {"overlap": ["inside"]}):
+        assert all(each[what] == 0 for what in ("counts", "bias", "missing")), each
+        assert max(each.values()) <= 1e-5, each
