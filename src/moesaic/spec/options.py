@@ -41,10 +41,7 @@ NOT_BUILT = {
         "gradients",
         "parameters",
         "tensor",
-        "between",
         "inside",
-        "experts",
-        "weight_gradients",
     ),
     "recompute": (
         "auto",
