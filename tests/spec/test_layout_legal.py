@@ -202,6 +202,9 @@ def test_what_is_wrong_is_said(tiny: Build, table: dict[str, Any], world: int, p
     [
         ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
         ({"overlap": ["experst"]}, "layout.overlap has 'experst': did you mean 'experts'"),
+        ({"overlap": ["between"], "sharding": "optimizer"}, "before these are made"),
+        ({"overlap": ["experts"], "sharding": "parameters"}, "drops its weights"),
+        ({"overlap": ["experts"], "pp": 2, "schedule": "zero_bubble"}, "an order of its own"),
         ({"replicas": 2}, 'layout.replicas is 2, but layout.sharding is "none"'),
         ({"pp": 2, "virtual_stages": 2, "schedule": "1f1b"}, 'use "interleaved"'),
         ({"pp": 2, "schedule": "interleaved"}, "virtual_stages is 1"),

@@ -178,10 +178,11 @@ class _DispatchLeg(_Leg):
         choices, rows = self.arrivals
         assert choices is not None and rows is not None
         self.arrivals = []
+        rows_RD = rows.wait()  # first: another lane may use this wait, and the choices arrive meanwhile
         ids_RK, weights_RK = choices.wait().chunk(2, 1)
         ids_RK = ids_RK.long() - self.first
         self.ids_RK = ids_RK.masked_fill_((ids_RK < 0) | (ids_RK >= self.experts), -1)
-        return rows.wait(), weights_RK.contiguous().view(self.weights_dtype)
+        return rows_RD, weights_RK.contiguous().view(self.weights_dtype)
 
     def start_backward(self, *grads: Tensor) -> None:
         names = ("dispatch gradient", "routing gradient")

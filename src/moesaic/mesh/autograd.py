@@ -20,36 +20,42 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
         ctx.group, ctx.counts = group, counts
-        return collectives.all_gather_rows(x_RD, group, counts)
+        return collectives.start_all_gather_rows(x_RD, group, counts).wait_beside()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return collectives.reduce_scatter_rows(grads[0], ctx.group, ctx.counts), None, None
+        return collectives.start_reduce_scatter_rows(grads[0], ctx.group, ctx.counts).wait_beside(), None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
         ctx.group, ctx.counts = group, counts
-        return collectives.reduce_scatter_rows(x_RD, group, counts)
+        return collectives.start_reduce_scatter_rows(x_RD, group, counts).wait_beside()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return collectives.all_gather_rows(grads[0], ctx.group, ctx.counts), None, None
+        return collectives.start_all_gather_rows(grads[0], ctx.group, ctx.counts).wait_beside(), None, None
 
 
 class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str) -> Tensor:
         ctx.group, ctx.send, ctx.receive, ctx.what = group, send, receive, name
-        return collectives.all_to_all(x_RD, group, send, receive, name)
+        return collectives.start_all_to_all(x_RD, group, send, receive, name).wait_beside()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return collectives.all_to_all(grads[0], ctx.group, ctx.receive, ctx.send, ctx.what), None, None, None, None
+        return (
+            collectives.start_all_to_all(grads[0], ctx.group, ctx.receive, ctx.send, ctx.what).wait_beside(),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _AllReduce(Function):

@@ -17,11 +17,16 @@ from torch import Tensor
 
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
+from moesaic.mesh.lanes import before_wait
 from moesaic.mesh.traffic import count
 
 # Newer releases of torch have other names for these two.
 _native_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+BULK = frozenset({"dispatch", "combine", "dispatch gradient", "combine gradient"})
+"""Messages whose wait another lane may use (`lanes`). Small ones are waited for at once."""
 
 
 @dataclass
@@ -39,12 +44,20 @@ class Pending:
     def wait(self) -> Tensor:
         """Block until the result is there (on an accelerator: until its stream may read it)."""
         if self.work is not None:
+            if self.what in BULK:
+                before_wait(self.work, self.result)
             with self.group.naming(self.what):
                 self.work.wait()
             self.work = self.keep = None
         if self.after is not None:
             self.result, self.after = self.after(self.result), None
         return self.result
+
+    def wait_beside(self) -> Tensor:
+        """`wait`, for a bulk message of any name."""
+        if self.work is not None and self.what not in BULK:
+            before_wait(self.work, self.result)
+        return self.wait()
 
 
 class AllWorks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class WeightGradients:
     """The weight gradients that one micro-batch has left in one virtual stage."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Compute, Leaves]] = []
+        self._left: deque[tuple[Compute, Leaves]] = deque()
 
     def __len__(self) -> int:
         return len(self._left)
@@ -50,6 +51,29 @@ class WeightGradients:
                 compute, leaves = self._left.pop()
                 roots.append(_Compute.apply(compute, *leaves))
         torch.autograd.backward(roots, [root.detach() for root in roots])
+
+    def run_one(self) -> bool:
+        """Compute and add what was left first; False if nothing is left. May be called inside backward.
+
+        Until all is done a caller should go on with this one: sums of parameters that were used several times then do
+        not depend on when it is called.
+        """
+        if not self._left:
+            return False
+        with torch.enable_grad():
+            root = _Compute.apply(*_spread(self._left.popleft()))
+        torch.autograd.backward([root], [root.detach()])
+        return True
+
+    def run_each(self) -> None:
+        """`run_one` for all that is left."""
+        while self.run_one():
+            pass
+
+
+def _spread(item: tuple[Compute, Leaves]) -> tuple[Any, ...]:
+    compute, leaves = item
+    return compute, *leaves
 
 
 class _Compute(torch.autograd.Function):

@@ -68,6 +68,37 @@ def interleaved(rank: int, pp: int, virtual_stages: int, micros: int) -> list[Ac
     return _alternate(forwards, backwards, min(len(forwards), _interleaved_warm_up(rank, pp, virtual_stages)))
 
 
+class Pair(NamedTuple):
+    """The forward of one micro-batch beside the backward of another, on one rank."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward} beside {self.backward}"
+
+
+def paired(rank: int, pp: int, virtual_stages: int, micros: int) -> list[Action | Pair]:
+    """(Interleaved) 1F1B in which each forward after the warm-up runs beside a backward.
+
+    Warm-up is 2 (pp − rank − 1) + (v − 1) pp + 1 forwards, one more than interleaved 1F1B's, so that no forward of a
+    pair is needed by its backward; with one stage per rank that is pp − rank more than 1F1B's. A pair needs the pair of
+    the same number of the rank after, which needs that of this rank two before: with pairs alone nobody waits. At most
+    min(v · micros, warm-up + 1) pairs of micro-batch and stage are between forward and backward.
+    """
+    base = interleaved(rank, pp, virtual_stages, micros)
+    forwards = [action for action in base if action.kind == "F"]
+    backwards = [action for action in base if action.kind == "B"]
+    warm_up = min(len(forwards), _interleaved_warm_up(rank, pp, virtual_stages) + 1)
+    both = [Pair(f, b) for f, b in zip(forwards[warm_up:], backwards, strict=False)]
+    return [*forwards[:warm_up], *both, *backwards[len(both) :]]
+
+
+def single_actions(work: Iterable[Action | Pair]) -> list[Action]:
+    """Pairs as two actions, forward first."""
+    return [action for each in work for action in (each if isinstance(each, Pair) else (each,))]
+
+
 def zero_bubble(rank: int, pp: int, virtual_stages: int, micros: int) -> list[Action]:
     """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.1), for several stages per rank too.
 

@@ -6,15 +6,16 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moesaic.mesh import collectives
+from moesaic.mesh import collectives, lanes
 from moesaic.mesh.group import CommunicationError, Group
 from moesaic.mesh.mesh import Links
-from moesaic.schedule.orders import Action, Kind, received, sent
+from moesaic.schedule.orders import Action, Kind, Pair, received, sent, single_actions
 from moesaic.spec.errors import MoesaicError
 
 UNREAD = 2
@@ -53,7 +54,7 @@ class StageRunner(Protocol):
 
 
 def run_pipeline(
-    actions: Sequence[Action],
+    work: Sequence[Action | Pair],
     runners: Mapping[int, StageRunner],
     links: Links,
     pp_rank: int,
@@ -61,16 +62,18 @@ def run_pipeline(
     *,
     around: Callable[[Action], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
-    """Do `actions` (see `orders`) in order and return when all that was sent has been read.
+    """Do `work` (see `orders`) in order and return when all that was sent has been read.
 
     `runners` are this rank's virtual stages by number; every rank has equally many, and stage i lives on rank
     i % pp_size, this process being `pp_rank`. Forwards alone, without backwards, are fine too. `around(action)` is
-    entered around the computation of each action, not around waiting.
+    entered around the computation of each action, not around waiting. The two actions of a pair run in lanes
+    (`mesh.lanes`): both get what they need first, and what both made is sent at the end.
 
     Raises MoesaicError, before anything is sent, when a runner or a link is missing or a stage belongs to another
     rank; CommunicationError, which names rank, link and action, when a neighbour cannot be reached.
     """
     last = pp_size * len(runners) - 1
+    actions = single_actions(work)
     _check(actions, runners, links, pp_rank, pp_size)
     shapes: dict[Message, tuple[torch.Size, torch.dtype]] = {}
 
@@ -90,24 +93,29 @@ def run_pipeline(
     backward = _Way("B", links.backward_in, links.backward_out, received(actions, "B", last + 1), gradients, pp_rank)
     if actions:
         forward.listen(actions[0])
-    for action in actions:
+
+    def take(action: Action) -> Tensor | None:
         kind, micro, stage = action
-        runner = runners[stage]
-        given = made = None
         if kind == "F" and stage > 0:
-            given = forward.take(action, (micro, stage - 1))
-        elif kind == "B" and stage < last:
-            given = backward.take(action, (micro, stage + 1))
+            return forward.take(action, (micro, stage - 1))
+        if kind == "B" and stage < last:
+            return backward.take(action, (micro, stage + 1))
+        return None
+
+    def compute(action: Action, given: Tensor | None) -> Tensor | None:
+        runner = runners[action.stage]
         with around(action):
-            if kind == "F":
-                made = runner.forward(micro, given)
-            elif kind == "B":
-                made = runner.backward(micro, given)
-            else:
-                runner.weight_gradients(micro)
-        del given
+            if action.kind == "F":
+                return runner.forward(action.micro, given)
+            if action.kind == "B":
+                return runner.backward(action.micro, given)
+            runner.weight_gradients(action.micro)
+            return None
+
+    def give(action: Action, made: Tensor | None) -> None:
+        kind, micro, stage = action
         if kind == "W" or stage == (last if kind == "F" else 0):
-            continue
+            return
         if made is None:
             raise MoesaicError(f"pipeline rank {pp_rank}: {action} returned nothing to send; it must return a tensor")
         if kind == "F":
@@ -116,6 +124,20 @@ def run_pipeline(
             forward.give(action, made.detach())
         else:
             backward.give(action, made.detach())
+
+    for each in work:
+        if isinstance(each, Pair):
+            given = {action: take(action) for action in each}
+            made: dict[Action, Tensor | None] = {}
+
+            def lane(action: Action, given: dict[Action, Any] = given, made: dict[Action, Any] = made) -> None:
+                made[action] = compute(action, given.pop(action))
+
+            lanes.together(partial(lane, each.backward), partial(lane, each.forward))
+            for action in each:
+                give(action, made[action])
+        else:
+            give(each, compute(each, take(each)))
     forward.finish()
     backward.finish()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .model import ModelSpec
-from .options import words_rules
+from .options import OVERLAP, words, words_rules
 from .stages import Stage, default_stages, expand, parse_stages
 from .tables import LayoutTable
 
@@ -151,10 +151,33 @@ def option_rules(table: LayoutTable) -> Iterator[str]:
             f'layout.schedule is "zero_bubble" and layout.sharding "{table.sharding}", but sharding sums weight '
             f'gradients when backward ends, before zero_bubble has made them: use sharding "none" or another schedule'
         )
+    yield from _overlap_rules(table)
     if table.virtual_stages > 1 and table.schedule == "1f1b":
         yield f'layout.schedule is "1f1b", but layout.virtual_stages is {table.virtual_stages}: use "interleaved"'
     if table.virtual_stages == 1 and table.schedule == "interleaved":
         yield 'layout.schedule is "interleaved", but layout.virtual_stages is 1: use 2 or more, or "1f1b"'
+
+
+def _overlap_rules(table: LayoutTable) -> Iterator[str]:
+    """What does not go with the order of work that an overlap asks for."""
+    for word in words(table.overlap, OVERLAP):
+        if word not in ("experts", "between", "weight_gradients"):
+            continue
+        if table.schedule == "zero_bubble":
+            yield (
+                f'layout.schedule is "zero_bubble" and layout.overlap has {word!r}, but zero_bubble gives weight '
+                f"gradients an order of its own: use another schedule or leave {word!r} out"
+            )
+        if word == "experts" and table.sharding == "parameters":
+            yield (
+                'layout.overlap has "experts" and layout.sharding is "parameters", but the backward of a layer drops '
+                'its weights while the forward of another micro-batch needs them: use sharding "gradients"'
+            )
+        if word != "experts" and table.sharding != "none":
+            yield (
+                f'layout.overlap has {word!r} and layout.sharding is "{table.sharding}", but sharding sums weight '
+                f'gradients when backward ends, before these are made: use sharding "none" or leave {word!r} out'
+            )
 
 
 def stage_rules(pp: int, table: LayoutTable, sizes: Sizes) -> Iterator[str]:

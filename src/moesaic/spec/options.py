@@ -39,9 +39,6 @@ NOT_BUILT = {
         "gradients",
         "parameters",
         "tensor",
-        "between",
-        "experts",
-        "weight_gradients",
     ),
     "recompute": (
         "auto",

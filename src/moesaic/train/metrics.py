@@ -44,6 +44,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from moesaic.mesh.lanes import own_seconds
+
 Row = dict[str, Any]
 
 
@@ -61,13 +63,13 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to phase `name`, work queued on the device included."""
-        begin = time.perf_counter()
+        """Adds the time inside to phase `name`: with work queued on the device, without what another lane did."""
+        begin = own_seconds()
         try:
             yield
             self._synchronize()
         finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
+            self.phases[name] = self.phases.get(name, 0.0) + own_seconds() - begin
 
     def total(self) -> float:
         """Seconds since `restart`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moesaic.mesh import lanes
 from moesaic.mesh.device import device
 from moesaic.model.decoder import Decoder, MicroBatch
 from moesaic.model.deferred import WeightGradients, deferring
@@ -56,6 +57,7 @@ class Work:
         self.sums = LossSums(zero, zero.clone())
         self.clock, self.sharding = clock or Stopwatch(), sharding
         self.forced: Forced | None = None
+        self.overlap = decoder.mesh.layout.overlap if decoder.mesh.layout is not None else ()
         self.backwards_left = len(batches) * len(decoder.stages)
 
     def runners(self, *, backward: bool = True, split_backward: bool = False) -> dict[int, StageWork]:
@@ -70,11 +72,28 @@ class Work:
         self.forced.see((micro * dp.size + dp.rank) * batch, self.micros[micro].sequences)
 
     def run(self) -> None:
-        """All micro-batches one after the other, where there is no pipeline."""
+        """All micro-batches, where there is no pipeline: one after the other, or two at once."""
         (stage,) = self.runners().values()
+        if "experts" in self.overlap and self.micros:
+            self._run_in_pairs(stage)
+            return
         for number in range(len(self.micros)):
             stage.forward(number, None)
             stage.backward(number, None)
+
+    def _run_in_pairs(self, stage: StageWork) -> None:
+        """Each forward but the first beside the backward of the micro-batch before it."""
+        stage.forward(0, None)
+        for number in range(len(self.micros) - 1):
+
+            def backward(number: int = number) -> None:
+                stage.backward(number, None)
+
+            def forward(number: int = number) -> None:
+                stage.forward(number + 1, None)
+
+            lanes.together(backward, forward)
+        stage.backward(len(self.micros) - 1, None)
 
 
 class StageWork:
@@ -83,6 +102,8 @@ class StageWork:
     def __init__(self, work: Work, index: int, backward: bool, split_backward: bool) -> None:
         self._work, self._index = work, index
         self._keeps, self._splits = backward, split_backward
+        self._fills = backward and bool({"between", "weight_gradients"} & set(work.overlap)) and not split_backward
+        """Whether weight gradients fill what backward waits for messages."""
         self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
         self._backwards_left = len(work.micros)
@@ -109,7 +130,7 @@ class StageWork:
         """Run one micro-batch through this stage; what goes to the next one."""
         work = self._work
         work.announce(micro)
-        queue = WeightGradients() if self._splits else None
+        queue = WeightGradients() if self._splits or self._fills else None
         with work.clock.phase("forward"), torch.set_grad_enabled(self._keeps), deferring(queue):
             if x is not None and self._keeps:
                 x.requires_grad_()
@@ -131,11 +152,14 @@ class StageWork:
         self._backwards_left -= 1
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
-        with work.clock.phase("backward"):
+        queue = self._left.pop(micro) if self._fills else None
+        with work.clock.phase("backward"), lanes.filling(None if queue is None else queue.run_one):
             roots = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
             torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
+            if queue is not None:
+                queue.run_each()
         return None if x is None else x.grad
 
     def weight_gradients(self, micro: int) -> None:

@@ -22,7 +22,7 @@ from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.forced import Forced
 from moesaic.model.losses import IGNORED, LossWeights
-from moesaic.schedule.orders import Action, pipeline_order, splits_backward
+from moesaic.schedule.orders import Action, Pair, paired, pipeline_order, splits_backward
 from moesaic.schedule.pipeline import run_pipeline
 from moesaic.train import nonfinite
 from moesaic.train.balancing import sum_counts, take_counts, update_select_bias
@@ -128,13 +128,17 @@ def _run_schedule(work: Work) -> None:
     """Run a step's micro-batches through the pipeline in the order that the layout names."""
     mesh = work.decoder.mesh
     assert mesh.layout is not None
+    if "experts" in work.overlap:
+        pairs = paired(mesh.pp.rank, mesh.pp.size, mesh.layout.virtual_stages, len(work.micros))
+        _run_actions(work, pairs, work.runners())
+        return
     actions = pipeline_order(
         mesh.layout.schedule, mesh.pp.rank, mesh.pp.size, mesh.layout.virtual_stages, len(work.micros)
     )
     _run_actions(work, actions, work.runners(split_backward=splits_backward(actions)))
 
 
-def _run_actions(work: Work, actions: list[Action], runners: dict[int, StageWork]) -> None:
+def _run_actions(work: Work, actions: Sequence[Action | Pair], runners: dict[int, StageWork]) -> None:
     mesh = work.decoder.mesh
     run_pipeline(actions, runners, mesh.links, pp_rank=mesh.pp.rank, pp_size=mesh.pp.size)
 
