@@ -66,10 +66,10 @@ class Cluster:
     def set_link(self, rate: str) -> None:
         """Limit what leaves each host to `rate`, as `tc` writes it (`200mbit`); "none" takes the limit away."""
         for name in self.names:
-            subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "del", "dev", "eth0", "root"],
-                           capture_output=True)  # fmt: skip
             if rate != "none":
                 _limit(name, "eth0", rate)
+            else:
+                subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
 
     def environment(self, host: int) -> dict[str, str]:
         """What a command on a host is told of the cluster."""
@@ -215,7 +215,8 @@ def _limit(name: str, card: str, rate: str) -> None:
     small messages do not wait long behind large ones."""
     burst = max(32_000, int(_bits_per_second(rate) / 8 / 1000))
     bucket = ("tbf", "rate", rate, "burst", f"{burst}b", "latency", "10ms")
-    _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", card, "root", *bucket)
+    # Replaced in place: between deleting and adding, what flows would be without a limit.
+    _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", card, "root", *bucket)
 
 
 def _bits_per_second(rate: str) -> float:
