@@ -119,6 +119,7 @@ def relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return (difference / sum(float(g.square().sum()) for g in wanted.values())) ** 0.5
 
 
+@pytest.mark.long
 def test_training_stays_near_the_exact_one() -> None:
     """20 steps, in fp32 but for what travels. The gradients of the first are from the same weights."""
     plan, keys = runs.Plan(steps=20), {"ep": 2, "dispatcher": "alltoall", "compression": ["dispatch"]}

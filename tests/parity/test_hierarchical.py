@@ -33,6 +33,7 @@ HIERARCHICAL = {"dispatcher": "hierarchical"}
 FLEX = {"dispatcher": "flex", "dispatcher_backend": "portable"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "keys", "steps"),
     [

@@ -18,6 +18,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "world", "keys"), CASES)
 def test_layers_in_parts_train_as_one_process(name: str, world: int, keys: dict[str, Any]) -> None:
     for each in ranks(world).run(runs.errors, name, keys | {"overlap": ["inside"]}):

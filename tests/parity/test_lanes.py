@@ -26,6 +26,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "name", "keys"), CASES, ids=str)
 def test_lanes_train_as_one_process(world: int, name: str, keys: dict[str, Any]) -> None:
     found = ranks(world).run(runs.errors, name, keys, PLAN)
@@ -86,6 +87,7 @@ def events(rank: int, keys: dict[str, Any]) -> list[Event]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pp", [1, 2])
 def test_every_bulk_message_travels_under_computation_of_the_other_lane(pp: int) -> None:
     per_rank = ranks(2 * pp).run(events, {"pp": pp, "ep": 2, "dispatcher": "alltoall", "overlap": ["experts"]})

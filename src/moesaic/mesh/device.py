@@ -68,6 +68,11 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.current_stream(self.torch_device).synchronize()
 
+    def take_thread(self) -> None:
+        """Have this thread, which the process has just started, work on the device too."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.torch_device)
+
     def memory_bytes(self) -> int:
         """Bytes in use now: allocated tensors on CUDA, resident set of the process on a CPU."""
         if self.kind == "cuda":

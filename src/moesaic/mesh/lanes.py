@@ -146,14 +146,12 @@ def together(first: Callable[[], None], second: Callable[[], None]) -> None:
 def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What torch keeps per thread, as it is on this one."""
     grad, inference, threads = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()
-    where = device().torch_device
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
+        device().take_thread()
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             yield
 
