@@ -112,17 +112,16 @@ class LayoutTable(Table):
     )
     overlap: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "What runs at the same time: any of gradients, parameters, shared_experts, between, inside, experts, "
-        "weight_gradients; `auto` takes what the cost model finds fastest.",
+        "What runs at the same time: any of inside, experts, weight_gradients, between; `auto` takes what the cost "
+        "model finds fastest on the cluster of cluster.gpu.",
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "Modules computed again in the backward pass instead of kept: any of layernorm, core_attn, moe_act, mlp, "
-        "shared_experts, mla_up_proj, moe, loss, full, or sar; `auto` takes the cheapest set that fits.",
+        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks.",
     )
-    offload: list[str] = _key([], "What waits in host memory: any of optimizer, activations.")
+    offload: list[str] = _key([], "What waits in host memory; a run is refused what it lacks.")
     compression: list[str] = _key(
-        [], "What travels with fewer bits, which changes results a little: any of dispatch, gradients."
+        [], "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8)."
     )
 
 
