@@ -60,7 +60,8 @@ def test_mixtral_tiny_then_finetune():
     assert main(["export", "runs/mixtral-tiny", "runs/mixtral-tiny-hf"]) == 0
     train("finetune")
     # Fine-tuning starts where the other run ended, not at the loss of random weights.
-    assert first_and_last("mixtral-tiny")[0] == pytest.approx(math.log(257), abs=0.1)
+    # Those give nearly equal odds to all bytes; a third of a source text is one of them, the space.
+    assert first_and_last("mixtral-tiny")[0] == pytest.approx(math.log(257), abs=0.25)
     assert first_and_last("finetune")[0] < first_and_last("mixtral-tiny")[0] - 0.02
 
 
