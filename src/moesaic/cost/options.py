@@ -20,8 +20,6 @@ class Option:
     dispatcher: str
     overlap: tuple[str, ...]
     step_seconds: float
-    dispatch_seconds: float
-    """Exposed seconds of moving rows to experts and back, part of `step_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,7 @@ def choose_options(
     made = [replace(layout, dispatcher=d, overlap=o) for o in overlaps for d in dispatchers]
     time = step_time(work, Columns.of(made), cluster, rates_for(cluster, Stack("moesaic")))
     order = sorted(range(len(made)), key=lambda row: float(time.total[row]))
-    options = tuple(
-        Option(made[row].dispatcher, made[row].overlap, float(time.total[row]), float(time.dispatch[row]))
-        for row in order
-    )
+    options = tuple(Option(made[row].dispatcher, made[row].overlap, float(time.total[row])) for row in order)
     return Choice(made[order[0]], options)
 
 
