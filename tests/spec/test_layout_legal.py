@@ -16,6 +16,7 @@ from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import legal_layouts, parse_degrees, resolve_layout
 from moesaic.spec.legal import fewest_ranks
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import refuse_unbuilt
 from moesaic.spec.run import parse_run
 from moesaic.spec.tables import LayoutTable
 
@@ -200,7 +201,6 @@ def test_what_is_wrong_is_said(tiny: Build, table: dict[str, Any], world: int, p
 @pytest.mark.parametrize(
     ("table", "part"),
     [
-        ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
         ({"overlap": ["experst"]}, "layout.overlap has 'experst': did you mean 'experts'"),
         ({"overlap": ["between"], "sharding": "optimizer"}, "before these are made"),
         ({"overlap": ["experts"], "sharding": "parameters"}, "drops its weights"),
@@ -217,6 +217,23 @@ def test_options_that_no_degree_mends(tiny: Build, table: dict[str, Any], part: 
     assert part in str(caught.value) and "earest" not in str(caught.value)
     with pytest.raises(SpecError):
         next(legal_layouts(tiny(), 2, table=LayoutTable(**table)))
+
+
+@pytest.mark.parametrize(
+    ("table", "part"),
+    [
+        ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
+        ({"dispatcher": "hybridep"}, "layout.dispatcher 'hybridep' (hybridep) does not exist yet"),
+        ({"dispatcher": "flex", "dispatcher_backend": "hybridep"}, "layout.dispatcher 'flex' (hybridep)"),
+    ],
+)
+def test_what_the_planner_prices_and_the_trainer_lacks(tiny: Build, table: dict[str, Any], part: str) -> None:
+    read = LayoutTable(ep=2, **table)
+    resolve_layout(read, tiny(), 2, seq_len=96, global_batch=96)
+    with pytest.raises(SpecError) as caught:
+        refuse_unbuilt(read)
+    assert part in str(caught.value)
+    refuse_unbuilt(LayoutTable())
 
 
 def test_a_world_that_no_layout_fits(tiny: Build) -> None:

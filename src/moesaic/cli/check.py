@@ -29,9 +29,11 @@ def check(
     from moesaic.cost.counts import flops_per_token, parameters
     from moesaic.spec.layout import resolve_layout
     from moesaic.spec.legal import fewest_ranks
+    from moesaic.spec.options import refuse_unbuilt
     from moesaic.spec.run import load_run, resolve_balance
 
     run = load_run(file, overrides or [])
+    refuse_unbuilt(run.layout)
     spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
     source = run.model.upcycle_from if run.model.init == "upcycle" else run.model.hf

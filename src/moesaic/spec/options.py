@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moesaic.spec.errors import nearest
+from moesaic.spec.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from moesaic.spec.tables import LayoutTable
@@ -75,25 +75,36 @@ def words(
 def words_rules(table: LayoutTable) -> Iterator[str]:
     """What is wrong with the words of a layout's options, whatever its degrees."""
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
-    if (flex if flex != "portable" else "hierarchical") in NOT_BUILT["dispatcher"]:
-        yield f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, hierarchical or alltoall"
     if flex in ("deepep", "hybridep") and "dispatch" in table.compression:
         yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave out one of them"
-    options: tuple[tuple[str, str | list[str], tuple[str, ...]], ...] = (
+    for name, given, known in _options(table):
+        for word in () if isinstance(given, str) else given:
+            if word not in known:
+                yield f"layout.{name} has {word!r}: {nearest(word, known)}"
+
+
+def refuse_unbuilt(table: LayoutTable) -> None:
+    """Nothing for a layout that the trainer can run.
+
+    Raises:
+        SpecError: the first word that the planner prices and the trainer lacks.
+    """
+    flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
+    if flex in NOT_BUILT["dispatcher"]:
+        raise SpecError(
+            f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, hierarchical or alltoall."
+        )
+    for name, given, known in _options(table):
+        asked = (given,) if isinstance(given, str) else words(given, known, RECOMPUTE_SETS)
+        missing = [word for word in asked if word in NOT_BUILT[name]]
+        if missing:
+            raise SpecError(f"layout.{name} {missing[0]!r} does not exist yet: leave it out.")
+
+
+def _options(table: LayoutTable) -> tuple[tuple[str, str | list[str], tuple[str, ...]], ...]:
+    return (
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),
         ("offload", table.offload, OFFLOAD),
         ("compression", table.compression, COMPRESSION),
     )
-    for name, given, known in options:
-        if isinstance(given, str):
-            if given in NOT_BUILT[name]:
-                yield f"layout.{name} {given!r} does not exist yet: leave it out"
-            continue
-        for word in given:
-            if word not in known:
-                yield f"layout.{name} has {word!r}: {nearest(word, known)}"
-        sets = RECOMPUTE_SETS if name == "recompute" else {}
-        missing = [word for word in words(given, known, sets) if word in NOT_BUILT[name]]
-        if missing:
-            yield f"layout.{name} {missing[0]!r} does not exist yet: leave it out"

@@ -37,6 +37,7 @@ from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.legal import fewest_ranks
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import refuse_unbuilt
 from moesaic.spec.run import RunSpec
 from moesaic.train import process
 from moesaic.train.assembly import Assembly, Facts, JobError, difference
@@ -229,6 +230,7 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
     """The layout of the run on these processes and sentences about it, or the way to start as many as it takes."""
     table, keys, world = run.layout, run.train, place.world
     model = model or run.model_spec()
+    refuse_unbuilt(table)
     needed = fewest_ranks(table) if table.dp == "auto" else table.pp * table.dp * table.cp * table.tp
     if world == 1 and needed > 1:
         # A layout that no number of processes makes legal should not send anybody to torchrun.
