@@ -18,11 +18,14 @@ from torch.utils._pytree import tree_leaves
 from moesaic.cost.activations import layer_kept
 from moesaic.cost.habits import MOESAIC
 from moesaic.cost.workload import Columns, Workload
+from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.expert_memory import Pool
-from moesaic.spec.layout import single
+from moesaic.spec.layout import resolve_layout, single
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
 from moesaic.spec.options import RECOMPUTE
+from moesaic.spec.tables import LayoutTable
+from tests.ranks import ranks
 
 TOKENS = 128
 
@@ -89,10 +92,14 @@ def decoder(name: str, layers: int) -> Decoder:
 
 
 def bytes_held(name: str, layers: int, words: Collection[str]) -> int:
-    """Bytes that a forward pass made and that are still there before its backward pass, whoever holds them."""
     model = decoder(name, layers)
     for layer in model.layers:
         layer.recompute = frozenset(words)
+    return held_in_forward(model)
+
+
+def held_in_forward(model: Decoder) -> int:
+    """Bytes that a forward pass made and that are still there before its backward pass, whoever holds them."""
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     ids = torch.arange(TOKENS)[None] * 7 % 53
     with pytest.MonkeyPatch.context() as patch, Made() as made:
@@ -137,6 +144,28 @@ def test_recompute_drops_the_bytes_of_the_table(name: str) -> None:
 @given(st.sampled_from(list(KINDS)), st.sets(st.sampled_from(RECOMPUTE[:-1]), min_size=2))
 def test_so_does_any_set_of_words(name: str, words: set[str]) -> None:
     check(name, words)
+
+
+def held_by_a_tensor_group(rank: int, name: str, words: tuple[str, ...]) -> tuple[float, float]:
+    """Bytes held for one layer more by a rank of two, and those counted."""
+    held, table = [], LayoutTable(tp=2, recompute=list(words))
+    for layers in (1, 2):
+        spec = ModelSpec(name="t", family="moesaic", vocab=53, hidden=64, layers=(KINDS[name],) * layers)
+        layout = resolve_layout(table, spec, 2, seq_len=TOKENS, global_batch=1)
+        model = Decoder(spec, mesh=Mesh.create(layout, 60.0))
+        model.init_weights(0)
+        held.append(held_in_forward(model))
+        columns = Columns.of([layout])
+        rows = layer_kept(spec, KINDS[name], Workload(spec, TOKENS, 1, precision="fp32"), columns, MOESAIC)
+    return held[1] - held[0], sum(float(row.left(columns)[0]) for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["grouped queries, dense", *(name for name in KINDS if "latent" in name)])
+@pytest.mark.parametrize("words", [(), RECOMPUTE[:6], ("layernorm", "moe")], ids=str)
+def test_so_does_a_tensor_group(name: str, words: tuple[str, ...]) -> None:
+    for held, counted in ranks(2).run(held_by_a_tensor_group, name, words):
+        assert held == counted
 
 
 def test_what_frees_memory_at_all() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 from .habits import MEGATRON, Habits
-from .rows import received_tokens, routed_rows, tokens_between, tokens_per_rank
+from .rows import layer_ep, received_tokens, routed_rows, tokens_between, tokens_per_rank
 from .sar import sar_rows
 from .workload import Columns, Floats, Precision, Workload
 
@@ -107,16 +107,17 @@ def attention_kept(
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
-            Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own, up),
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
         ]
+        normed, travel = q * (rank + kv_rank) * own, q * (latents + (0 if rank else hidden)) * own
+        kept += _product_input("latents", "latent norms' outputs", normed, travel, up, columns, habits)
     else:
         parts = np.where(columns.ring, columns.tp, columns.tp * columns.cp)
         kv = np.maximum(attention.kv_heads, parts) * (attention.head_dim + attention.v_head_dim)
         label = () if habits.fused_norms else ("layernorm",)
         kept += [
-            Kept("norms", "first norm's output", q * hidden * own, label),
+            *_product_input("norms", "first norm's output", q * hidden * own, q * hidden * own, label, columns, habits),
             Kept("qkv", "queries, keys and values, rotated", a * (heads * attention.head_dim + kv) * tokens),
         ]
         if attention.qk_norm != "none":
@@ -152,7 +153,7 @@ def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits
     own = tokens_between(work, columns, habits)
     norm = ("mlp",) if habits.fused_norms else ("layernorm",)
     return [
-        Kept("norms", "second norm's output", q * hidden * own, norm),
+        *_product_input("norms", "second norm's output", q * hidden * own, q * hidden * own, norm, columns, habits),
         Kept("mlp", "first matmul's output", a * first_width(mlp) * tokens, ("mlp",)),
         Kept("mlp", "activation, read by the second matmul", q * mlp.width * tokens, ("mlp",)),
     ]
@@ -189,7 +190,7 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
             Kept("dispatch", "weight of each row", a * rows, moe_only),
             Kept("dispatch", "order and token of each row, int64", 2 * INT64 * rows, moe_only),
-            Kept("dispatch", "where each expert's rows end, int64", INT64 * experts / columns.ep, moe_only),
+            Kept("dispatch", "where each expert's rows end, int64", INT64 * experts / layer_ep(moe, columns), moe_only),
         ]
     if not habits.weight_before_down:
         kept.append(Kept("experts", "outputs, for the router's backward", a * hidden * rows, moe_only))
@@ -202,6 +203,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("shared_experts", "first matmul's output", a * first_width(moe.shared) * tokens, shared),
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
         ]
+        if habits.keeps_gathered:
+            gathered = np.where(columns.tp > 1, a * hidden * tokens * columns.tp, 0.0)
+            kept.append(Kept("norms", "second norm's output, gathered for the shared expert", gathered, moe_only))
         if moe.shared_combine != "sum":
             label = moe_only if habits.drops_core else shared
             kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
@@ -210,6 +214,20 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
                 what = "gates, and where there are two, the routed experts' sum"
                 kept.append(Kept("shared_experts", what, a * shares * tokens, moe_only))
     return kept
+
+
+def _product_input(
+    module: str, what: str, own: Floats, travels: Floats, label: tuple[str, ...], columns: Columns, habits: Habits
+) -> list[Kept]:
+    """The input of a tensor group's products: `own` bytes on one rank; where it is kept gathered, `travels` bytes of
+    each of the group's ranks, and no label drops it, since nothing travels again."""
+    if not habits.keeps_gathered:
+        return [Kept(module, what, own, label)]
+    alone = columns.tp == 1
+    return [
+        Kept(module, what, np.where(alone, own, 0.0), label),
+        Kept(module, f"{what}, gathered", np.where(alone, 0.0, travels * columns.tp)),
+    ]
 
 
 def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:

@@ -117,7 +117,8 @@ class LayoutTable(Table):
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks.",
+        "Modules computed again in the backward pass instead of kept: any of layernorm, core_attn, moe_act, mlp, "
+        "shared_experts, mla_up_proj, moe, loss, full, or the set sar (layernorm, moe_act).",
     )
     offload: list[str] = _key([], "What waits in host memory; a run is refused what it lacks.")
     compression: list[str] = _key(

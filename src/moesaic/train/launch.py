@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import moesaic
+from moesaic.cost.recompute import idle_words
 from moesaic.mesh import collectives
 from moesaic.mesh.device import device
 from moesaic.mesh.group import CommunicationError, Group, forget_connections, progress
@@ -241,7 +242,7 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
         )
     layout, notes = chosen_layout(run, model, world, place.local_world)
     check_nodes(layout, ranks_per_node_here(world))
-    return layout, notes
+    return layout, notes + list(idle_words(layout, model, keys.seq_len))
 
 
 def _command() -> str:
