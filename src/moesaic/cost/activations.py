@@ -110,8 +110,8 @@ def attention_kept(
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
         ]
-        normed, travel = q * (rank + kv_rank) * own, q * (latents + (0 if rank else hidden)) * own
-        kept += _product_input("latents", "latent norms' outputs", normed, travel, up, columns, habits)
+        here, travels = q * (rank + kv_rank) * own, q * (latents + (0 if rank else hidden)) * own
+        kept += _product_input("latents", "latent norms' outputs", here, travels, up, columns, habits)
     else:
         parts = np.where(columns.ring, columns.tp, columns.tp * columns.cp)
         kv = np.maximum(attention.kv_heads, parts) * (attention.head_dim + attention.v_head_dim)

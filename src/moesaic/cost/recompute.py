@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
 
@@ -24,7 +26,7 @@ def freed_bytes(layout: Layout, model: ModelSpec, seq_len: int) -> dict[str, flo
     columns = Columns.of([layout, *(_without(layout, word) for word in layout.recompute)])
     work = Workload(model, seq_len, layout.micro_batch * layout.dp)
     rows = [row for layer in (*model.layers, *model.mtp) for row in layer_kept(model, layer, work, columns, MOESAIC)]
-    every = sum(row.left(columns) for row in rows)
+    every = np.sum([row.left(columns) for row in rows], axis=0)
     return {word: float(every[1 + i] - every[0]) for i, word in enumerate(layout.recompute)}
 
 
