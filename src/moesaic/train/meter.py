@@ -281,6 +281,12 @@ _MODULES = {
 """The planner's name for what a module makes, by the module's own name. Those not named belong to what they are in."""
 
 
+_READS = {
+    "attn.q": "norms", "attn.q_b": "latents", "attn.kv_b": "latents", "mlp.gate_up": "norms", "mlp.up": "norms",
+}  # fmt: skip
+"""What stands before these in a layer, also where it was gathered for them: later ones decide."""
+
+
 def _places(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
     for name in ("embed", "positions", "norm"):
         module = getattr(decoder, name)
@@ -301,6 +307,12 @@ def _inputs(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
     for number, layer in _layers(decoder):
         yield layer, (number, "residual")
         yield layer.attn.o, (number, "attention")
+        for name in _READS:
+            for path, module in layer.named_modules():
+                if path == name:
+                    yield module, (number, _READS[name])
+    if decoder.embed is not None:
+        yield decoder.embed, (NOWHERE[0], "embedding")
     if decoder.norm is not None:
         yield decoder.norm, (NOWHERE[0], "head")
     for block in decoder.mtp:
