@@ -91,7 +91,10 @@ def attention_kept(
     own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
     core = ("core_attn",) if habits.drops_core else ()
-    outputs = np.where((columns.cp > 1) & np.logical_not(columns.ring), 2, 1)
+    ring, ulysses = (columns.cp > 1) & columns.ring, (columns.cp > 1) & np.logical_not(columns.ring)
+    # A padded output is the core's; what goes on from it is a copy without the padding. A ring works unpadded.
+    padded = habits.padded_values and attention.v_head_dim < attention.head_dim
+    outputs = 1 if padded else np.where(ulysses, 2, 1)
     kept = [
         Kept("residual", "layer input, read by the first norm", a * hidden * own, always=True),
         Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * own),
@@ -102,13 +105,22 @@ def attention_kept(
         # Two down projections read the norm: one tensor in bf16, a quantised copy for each otherwise.
         copies = 1 if q == a else 2
         latents = rank + kv_rank + (attention.rope_dim or 0)
-        value = attention.head_dim if habits.padded_values else attention.v_head_dim
-        joined = heads * (2 * attention.head_dim + value)
+        value = np.where(ring | (not padded), attention.v_head_dim, attention.head_dim)
+        joined = a * heads * (2 * attention.head_dim + value) * tokens
+        arrived = np.zeros_like(joined)
+        if habits.drops_core:
+            # Under ulysses what arrives is kept, in one tensor, with the values' padded copy beside it.
+            sent = heads * (2 * attention.head_dim + attention.v_head_dim)
+            arrived = np.where(ulysses, a * sent * tokens, 0.0)
+            copy = a * heads * attention.head_dim * tokens if padded else 0.0
+            kept.append(Kept("qkv", "padded values after ulysses", np.where(ulysses, copy, 0.0), core))
+            joined = np.where(ulysses, 0.0, joined)
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
-            Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
+            Kept("qkv", "queries, keys and values of every head", joined, up),
+            Kept("qkv", "queries, keys and values after ulysses", arrived),
         ]
         here, travels = q * (rank + kv_rank) * own, q * (latents + (0 if rank else hidden)) * own
         kept += _product_input("latents", "latent norms' outputs", here, travels, up, columns, habits)
@@ -125,13 +137,14 @@ def attention_kept(
             norms = 2 if attention.qk_norm == "full" else attention.heads + attention.kv_heads
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
             kept.append(Kept("qkv", "statistics of those norms", FP32 * norms * tokens))
-    if habits.padded_values and attention.v_head_dim < attention.head_dim:
-        kept.append(Kept("attention", "core's padded output", a * heads * attention.head_dim * tokens, core))
+    if padded:
+        width = np.where(ring, 0, heads * attention.head_dim)
+        kept.append(Kept("attention", "core's padded output", a * width * tokens, core))
     if habits.drops_core:
-        # Under ulysses the second of the two has travelled, so it stays.
+        # What travelled of it under ulysses stays, since it would have to travel again.
         once = a * out * tokens
-        kept.append(Kept("attention", "core's output", once, core))
-        kept.append(Kept("attention", "what travelled of it, read by the output projection", (outputs - 1) * once))
+        kept.append(Kept("attention", "core's output", np.where(ulysses & padded, 0.0, once), core))
+        kept.append(Kept("attention", "output after ulysses", np.where(ulysses, once, 0.0)))
     else:
         kept.append(Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens))
     kept += [
@@ -185,11 +198,14 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     else:
         chosen = (FP32 * experts + INT64 * moe.router.top_k) * tokens
         brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
+        sent = received_tokens(moe, work, columns) / columns.etp
+        route = np.where(columns.dispatches("alltoall") & (columns.ep > 1), INT64 * (2 * sent + tokens + 1), 0.0)
         kept += [
             Kept("router", "fp32 scores and the choices, int64", chosen, moe_only),
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
             Kept("dispatch", "weight of each row", a * rows, moe_only),
             Kept("dispatch", "order and token of each row, int64", 2 * INT64 * rows, moe_only),
+            Kept("dispatch", "tokens sent, their order and ends, int64", route, moe_only),
             Kept("dispatch", "where each expert's rows end, int64", INT64 * experts / layer_ep(moe, columns), moe_only),
         ]
     if not habits.weight_before_down:
@@ -203,9 +219,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("shared_experts", "first matmul's output", a * first_width(moe.shared) * tokens, shared),
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
         ]
-        if habits.keeps_gathered:
-            gathered = np.where(columns.tp > 1, a * hidden * tokens * columns.tp, 0.0)
-            kept.append(Kept("norms", "second norm's output, gathered for the shared expert", gathered, moe_only))
+        if not habits.gathers_again:
+            gathered = np.where(columns.tp > 1, q * hidden * tokens * columns.tp, 0.0)
+            kept.append(Kept("shared_experts", "gathered input", gathered, moe_only))
         if moe.shared_combine != "sum":
             label = moe_only if habits.drops_core else shared
             kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
@@ -221,7 +237,7 @@ def _product_input(
 ) -> list[Kept]:
     """The input of a tensor group's products: `own` bytes on one rank; where it is kept gathered, `travels` bytes of
     each of the group's ranks, and no label drops it, since nothing travels again."""
-    if not habits.keeps_gathered:
+    if habits.gathers_again:
         return [Kept(module, what, own, label)]
     alone = columns.tp == 1
     return [
@@ -243,6 +259,9 @@ def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits 
 def head_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """The final norm and the head's input; logits are counted apart."""
     tokens, a = tokens_between(work, columns, habits), value_bytes(work.precision)
+    if habits.loss == "chunks":
+        # The loss keeps gradients, not the norm's output: see `memory`.
+        return [Kept("head", "input and statistic of the final norm", (a * model.hidden + FP32) * tokens, always=True)]
     return [Kept("head", "input and output of the final norm", 2 * a * model.hidden * tokens, always=True)]
 
 

@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         return self.o(out_TO, sequences.batch)
 
     def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """Queries and keys [T, H, d] and values [T, H, dv] from what the tensor group's tokens are reduced to."""
+        """Queries and keys [T, H, d], values [T, H, dv] from what the tensor group's tokens are reduced to."""
         spec, rows = self.spec, (sequences.batch, sequences.part_length)
         q = self.q(source) if spec.q_rank is None else self.q_b(source)
         q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)
@@ -88,4 +88,6 @@ class LatentAttention(nn.Module):
         if self.mesh.cp.size == 1 and spec.v_head_dim < spec.head_dim:
             # As the attention core would, but here, where it can be dropped with the rest.
             v = F.pad(v, (0, spec.head_dim - spec.v_head_dim))
+        elif self.mesh.cp.size > 1 and self.mesh.cp_kind == "ring":
+            v = v.contiguous()  # likewise
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
