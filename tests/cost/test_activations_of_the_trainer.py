@@ -18,14 +18,13 @@ from torch.utils._pytree import tree_leaves
 from moesaic.cost.activations import layer_kept
 from moesaic.cost.habits import MOESAIC
 from moesaic.cost.workload import Columns, Workload
-from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.expert_memory import Pool
-from moesaic.spec.layout import resolve_layout, single
+from moesaic.spec.layout import single
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
 from moesaic.spec.options import RECOMPUTE
-from moesaic.spec.tables import LayoutTable
 from tests.ranks import ranks
+from tests.train import kept
 
 TOKENS = 128
 
@@ -146,26 +145,29 @@ def test_so_does_any_set_of_words(name: str, words: set[str]) -> None:
     check(name, words)
 
 
-def held_by_a_tensor_group(rank: int, name: str, words: tuple[str, ...]) -> tuple[float, float]:
-    """Bytes held for one layer more by a rank of two, and those counted."""
-    held, table = [], LayoutTable(tp=2, recompute=list(words))
-    for layers in (1, 2):
-        spec = ModelSpec(name="t", family="moesaic", vocab=53, hidden=64, layers=(KINDS[name],) * layers)
-        layout = resolve_layout(table, spec, 2, seq_len=TOKENS, global_batch=1)
-        model = Decoder(spec, mesh=Mesh.create(layout, 60.0))
-        model.init_weights(0)
-        held.append(held_in_forward(model))
-        columns = Columns.of([layout])
-        rows = layer_kept(spec, KINDS[name], Workload(spec, TOKENS, 1, precision="fp32"), columns, MOESAIC)
-    return held[1] - held[0], sum(float(row.left(columns)[0]) for row in rows)
+CHEAP = RECOMPUTE[:6]
+SPREAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("grouped queries, shared expert", {"tp": 2}, CHEAP),
+    ("grouped queries, dense", {"tp": 2}, CHEAP),
+    ("latent attention, shared expert", {"tp": 2}, CHEAP),
+    ("latent attention without a query rank", {"tp": 2}, ("layernorm", "moe")),
+    ("grouped queries, dense", {"cp": 2}, CHEAP),
+    ("latent attention, dense", {"cp": 2}, CHEAP),
+    ("latent attention, dense", {"cp": 2, "cp_kind": "ring"}, ("layernorm", "mla_up_proj", "mlp")),
+    ("grouped queries, shared expert", {"ep": 2, "dispatcher": "alltoall"}, CHEAP),
+    ("latent attention, shared expert", {"ep": 2, "dispatcher": "alltoall"}, ("layernorm", "moe", "core_attn")),
+    ("latent attention, shared expert", {"ep": 2, "dispatcher": "allgather"}, ("full",)),
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["grouped queries, dense", *(name for name in KINDS if "latent" in name)])
-@pytest.mark.parametrize("words", [(), RECOMPUTE[:6], ("layernorm", "moe")], ids=str)
-def test_so_does_a_tensor_group(name: str, words: tuple[str, ...]) -> None:
-    for held, counted in ranks(2).run(held_by_a_tensor_group, name, words):
-        assert held == counted
+@pytest.mark.parametrize(("name", "keys", "words"), SPREAD, ids=str)
+def test_so_does_each_of_two_ranks(name: str, keys: dict[str, Any], words: tuple[str, ...]) -> None:
+    keys = keys | {"recompute": list(words)}
+    counted = kept.counted(name, keys, 2)
+    for measured in ranks(2).run(kept.measured, name, keys):
+        found = {module: size for (layer, module), size in measured.items() if layer == 1 and size}
+        assert sum(found.values()) == sum(counted.values()), (found, counted)
 
 
 def test_what_frees_memory_at_all() -> None:
