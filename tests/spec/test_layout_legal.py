@@ -223,8 +223,7 @@ def test_options_that_no_degree_mends(tiny: Build, table: dict[str, Any], part: 
     ("table", "part"),
     [
         ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
-        ({"dispatcher": "hybridep"}, "layout.dispatcher 'hybridep' (hybridep) does not exist yet"),
-        ({"dispatcher": "flex", "dispatcher_backend": "hybridep"}, "layout.dispatcher 'flex' (hybridep)"),
+        ({"offload": ["optimizer"]}, "layout.offload 'optimizer' does not exist yet"),
     ],
 )
 def test_what_the_planner_prices_and_the_trainer_lacks(tiny: Build, table: dict[str, Any], part: str) -> None:

@@ -31,10 +31,6 @@ FLEX_BACKENDS = ("portable", "deepep", "hybridep")
 """What the `flex` dispatcher runs on; `portable` is the hierarchical dispatcher."""
 
 NOT_BUILT = {
-    "dispatcher": (
-        "deepep",
-        "hybridep",
-    ),
     "overlap": (
         "gradients",
         "parameters",
@@ -77,6 +73,11 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
     if flex in ("deepep", "hybridep") and "dispatch" in table.compression:
         yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave out one of them"
+    if flex in ("deepep", "hybridep") and "inside" in table.overlap:
+        yield (
+            f"layout.overlap 'inside' does not go with {flex}, which takes the tokens of a rank whole and not in "
+            "chunks: leave out one of them"
+        )
     for name, given, known in _options(table):
         for word in () if isinstance(given, str) else given:
             if word not in known:
@@ -89,11 +90,6 @@ def refuse_unbuilt(table: LayoutTable) -> None:
     Raises:
         SpecError: the first word that the planner prices and the trainer lacks.
     """
-    flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
-    if flex in NOT_BUILT["dispatcher"]:
-        raise SpecError(
-            f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, hierarchical or alltoall."
-        )
     for name, given, known in _options(table):
         asked = (given,) if isinstance(given, str) else words(given, known, RECOMPUTE_SETS)
         missing = [word for word in asked if word in NOT_BUILT[name]]
