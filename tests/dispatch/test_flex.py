@@ -24,10 +24,21 @@ NAMES = ["deepep", "hybridep"]
 
 
 @contextlib.contextmanager
+def package(found: types.ModuleType | None) -> Iterator[None]:
+    """What `import deep_ep` finds."""
+    # Only this key: patching all of sys.modules would forget what else is imported meanwhile.
+    sys.modules["deep_ep"] = found  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["deep_ep"]
+
+
+@contextlib.contextmanager
 def fake(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """The stand-in in place of the library, on CPU, for rows of another dtype too."""
     with (
-        mock.patch.dict(sys.modules, deep_ep=fake_deep_ep),
+        package(fake_deep_ep),
         mock.patch.object(library.LibraryDispatcher, "device", "cpu"),
         mock.patch.object(fake_deep_ep, "row_dtype", dtype),
         mock.patch.dict(library._NAMES, {dtype: "bf16"}),
@@ -115,7 +126,7 @@ def test_other_dtypes_and_sizes_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cpu_is_refused(name: str) -> None:
     with (
-        mock.patch.dict(sys.modules, deep_ep=fake_deep_ep),
+        package(fake_deep_ep),
         pytest.raises(SpecError, match="runs on NVIDIA GPUs, and tokens are on cpu: use the dispatcher hierarchical"),
     ):
         LIBRARIES[name].check("cpu", "bf16")
@@ -136,12 +147,12 @@ def groups(ep: int, etp: int) -> ExpertGroups:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_package_and_cut_experts_are_refused(name: str) -> None:
     with (
-        mock.patch.dict(sys.modules, deep_ep=None),
+        package(None),
         pytest.raises(SpecError, match=r"needs the package deep_ep.*deepseek-ai/DeepEP or use the dispatcher hier"),
     ):
         make_dispatcher(name, groups(2, 1), 4)
     with (
-        mock.patch.dict(sys.modules, deep_ep=types.ModuleType("deep_ep")),
+        package(types.ModuleType("deep_ep")),
         pytest.raises(SpecError, match=r"needs deep_ep.*Buffer, which this build of deep_ep lacks: install it from"),
     ):
         make_dispatcher(name, groups(2, 1), 4)
