@@ -28,8 +28,8 @@ def errors(rank: int, name: str, keys: dict[str, Any], steps: int) -> dict[str, 
     [
         (2, "mixtral", {"ep": 2, **DEEPEP, "overlap": ["experts"]}),
         (2, "deepseek_v3", {"ep": 2, **HYBRIDEP, "overlap": ["experts", "weight_gradients"]}),
-        (4, "qwen3_moe", {"pp": 2, "ep": 2, **HYBRIDEP}),
-        (4, "deepseek_v3", {"ep": 4, **DEEPEP, "sharding": "optimizer"}),
+        (4, "qwen3_moe", {"pp": 2, "ep": 2, **HYBRIDEP, "recompute": ["moe"]}),
+        (4, "deepseek_v3", {"ep": 4, **DEEPEP, "sharding": "optimizer", "recompute": ["full"]}),
     ],
     ids=str,
 )

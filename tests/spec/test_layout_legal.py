@@ -224,7 +224,6 @@ def test_options_that_no_degree_mends(tiny: Build, table: dict[str, Any], part: 
     ("table", "part"),
     [
         ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
-        ({"offload": ["optimizer"]}, "layout.offload 'optimizer' does not exist yet"),
         (
             {"dispatcher": "flex", "dispatcher_backend": "deepep", "ep": 1, "etp": 2},
             "whole experts, and layout.etp is 2",
