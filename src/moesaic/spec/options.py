@@ -35,11 +35,7 @@ NOT_BUILT = {
         "deepep",
         "hybridep",
     ),
-    "overlap": (
-        "gradients",
-        "parameters",
-        "tensor",
-    ),
+    "overlap": ("tensor",),
     "recompute": (
         "auto",
         "layernorm",
@@ -56,7 +52,7 @@ NOT_BUILT = {
         "optimizer",
         "activations",
     ),
-    "compression": ("gradients",),
+    "compression": (),
 }
 """Words that the planner prices and this package's trainer does not have."""
 
