@@ -22,7 +22,7 @@ class PendingSum:
 
     With `compress`, fp32 shares travel in bf16 (every rank's own one is rounded too), are added in fp32, and the sums
     are gathered in fp32. That replaces a reduce-scatter in fp32 by half its bytes and rounds every addend once, where a
-    ring that adds in bf16 rounds at each hop (MegaScale-MoE, arXiv 2505.11432, §5).
+    ring that adds in bf16 rounds at each hop (MegaScale-MoE, arXiv 2505.11432).
     """
 
     def __init__(self, x: Tensor, group: Group, *, compress: bool = False) -> None:
@@ -106,13 +106,32 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
+class PendingScatter:
+    """A sum over ranks of their x[my rank], x [n, …], under way; `wait` writes it to `into`, not to be read before.
+
+    x must not change before that. With `compress` it is sent in bf16 and added in the type of `into`.
+    """
+
+    def __init__(self, x: Tensor, into: Tensor, group: Group, *, compress: bool = False) -> None:
+        self._into, self._group = into, group
+        self._sent = x.to(torch.bfloat16).contiguous() if compress else x.contiguous()
+        self._name = "all-to-all of gradients" if compress else "reduce-scatter"
+        count(self._name, group.name, byte_count(self._sent) * (group.size - 1) // group.size)
+        self._parts = torch.empty_like(self._sent)
+        with group.naming(self._name):
+            self._work = dist.all_to_all_single(self._parts, self._sent, group=group.handle, async_op=True)
+
+    def wait(self) -> None:
+        """Block until the sum is there."""
+        with self._group.naming(self._name):
+            self._work.wait()
+        self._into.view(-1).copy_(sum_parts(self._parts, self._into.dtype).view(-1))
+
+
 def reduce_scatter_compressed(x: Tensor, group: Group) -> Tensor:
     """Sum over ranks of their x[my rank], x [n, …] to […]: sent in bf16, added in x's type."""
     if group.handle is None:
         return x[0]
-    sent = x.to(torch.bfloat16).contiguous()
-    count("all-to-all of gradients", group.name, byte_count(sent) * (group.size - 1) // group.size)
-    parts = torch.empty_like(sent)
-    with group.naming("all-to-all of gradients"):
-        dist.all_to_all_single(parts, sent, group=group.handle)
-    return sum_parts(parts, x.dtype)
+    into = torch.empty_like(x[0])
+    PendingScatter(x, into, group, compress=True).wait()
+    return into

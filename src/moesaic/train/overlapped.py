@@ -9,6 +9,7 @@ layers send. `Optimizer.sum_gradients` waits for what has begun and sums the res
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,14 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.mesh.group import Group
-from moesaic.mesh.mesh import Mesh
 from moesaic.mesh.reduction import PendingSum
 from moesaic.model.decoder import Decoder
 from moesaic.model.deferred import WeightGradients
 from moesaic.model.experts import Experts
 from moesaic.spec.errors import MoesaicError
-from moesaic.spec.layout import EXPERT_GROUPS, GROUPS
 from moesaic.train.gradients import BUCKET_BYTES, GradientSums
+
+LEAST_BUCKET_BYTES = 2**20
+"""Buckets are an eighth of a group's gradients, at least this and at most what one sum takes: the last one begins when
+backward is over, so a small model too needs several."""
 
 
 @dataclass
@@ -48,13 +51,7 @@ class OverlappedSums:
     Parameters that FSDP2 spreads are left to it. Every rank has to make one, in one order: it makes groups.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        sums: GradientSums,
-        masters: dict[str, nn.Parameter],
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, decoder: Decoder, sums: GradientSums, masters: dict[str, nn.Parameter]) -> None:
         self._masters = masters
         self._parameters = dict(decoder.named_parameters())
         self._bucket_of: dict[str, _Bucket] = {}
@@ -63,7 +60,7 @@ class OverlappedSums:
         """In the order in which they began."""
         self._open: tuple[int | None, ...] = ()
         self._left: WeightGradients | None = None
-        self._fill(decoder, sums, bucket_bytes)
+        self._fill(decoder, sums)
         for name in self._bucket_of:
             self._parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: self._came([name]))
         for prefix, module in decoder.named_modules():
@@ -71,12 +68,12 @@ class OverlappedSums:
                 own = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
                 module.after_accumulation = partial(self._came, [name for name in own if name in self._bucket_of])
 
-    def _fill(self, decoder: Decoder, sums: GradientSums, bucket_bytes: int) -> None:
+    def _fill(self, decoder: Decoder, sums: GradientSums) -> None:
         """Deal the parameters to buckets, from the last to the first. Buckets begin in the order of their last
         parameters."""
-        channels = _channels(sums.mesh)
+        channels = sums.mesh.gradient_channels()
         stages = _stages_of(decoder)
-        filling: dict[tuple[int | None, int], _Bucket] = {}
+        together: dict[tuple[int | None, int], list[str]] = {}
         place: dict[str, int] = {}
         for name in reversed(list(self._parameters)):
             group = sums.first_group(name)
@@ -84,18 +81,30 @@ class OverlappedSums:
                 continue
             first, _, rest = name.partition(".")
             stage = stages.get(f"layers.{rest.split('.')[0]}" if first == "layers" else first)
-            bucket = filling.get((stage, id(group)))
-            size = sum(self._masters[each].numel() * 4 for each in bucket.names) if bucket is not None else 0
-            if bucket is None or size + self._masters[name].numel() * 4 > bucket_bytes:
-                bucket = _Bucket([], channels[id(group)], sums.travels_compressed(group), stage)
-                filling[stage, id(group)] = bucket
-                self._queues.setdefault(stage, []).append(bucket)
-            bucket.names.append(name)
-            bucket.missing.add(name)
-            self._bucket_of[name] = bucket
+            together.setdefault((stage, id(group)), []).append(name)
             place[name] = len(place)
+        for (stage, _), names in together.items():
+            group = sums.first_group(names[0])
+            assert group is not None
+            for part in self._parted(names):
+                bucket = _Bucket(part, channels[id(group)], sums.travels_compressed(group), stage, set(part))
+                self._bucket_of |= dict.fromkeys(part, bucket)
+                self._queues.setdefault(stage, []).append(bucket)
         for queue in self._queues.values():
             queue.sort(key=lambda bucket: place[bucket.names[-1]])
+
+    def _parted(self, names: list[str]) -> Iterator[list[str]]:
+        sizes = [self._masters[name].numel() * 4 for name in names]
+        limit = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, sum(sizes) // 8))
+        part: list[str] = []
+        filled = 0
+        for name, size in zip(names, sizes, strict=True):
+            if part and filled + size > limit:
+                yield part
+                part, filled = [], 0
+            part.append(name)
+            filled += size
+        yield part
 
     @property
     def begun(self) -> list[list[str]]:
@@ -199,23 +208,3 @@ def _stages_of(decoder: Decoder) -> dict[str, int]:
         for i in each.layers:
             users[f"layers.{i}"] = [stage]
     return {name: stages[0] for name, stages in users.items() if len(stages) == 1}
-
-
-def _channels(mesh: Mesh) -> dict[int, Group]:
-    """For every group over which gradients may be summed, one of the same ranks with connections of its own."""
-    layout = mesh.layout
-    assert layout is not None
-    world = mesh.world
-
-    def own(name: str, partition: list[tuple[int, ...]]) -> Group:
-        return Group.create(name, partition, world.timeout_seconds, channel=f"gradients {name}")
-
-    found = {id(mesh.embedding): mesh.embedding}
-    for name in ("tp", "data", "stage"):
-        found[id(getattr(mesh, name))] = own(name, layout.groups(*GROUPS[name]))
-    for count, _ in layout.experts_ep:
-        groups = mesh.expert(count)
-        for name in ("edp", "etp"):
-            theirs: Group = getattr(groups, name)
-            found[id(theirs)] = own(theirs.name, layout.expert_groups(*EXPERT_GROUPS[name], experts=count))
-    return found

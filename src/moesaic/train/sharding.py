@@ -25,7 +25,7 @@ from moesaic.mesh.cut import Cut
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
 from moesaic.mesh.mesh import Mesh
-from moesaic.mesh.reduction import reduce_scatter_compressed
+from moesaic.mesh.reduction import PendingScatter, reduce_scatter_compressed
 from moesaic.mesh.traffic import count
 from moesaic.model.decoder import Decoder
 from moesaic.model.layer import Layer
@@ -59,6 +59,7 @@ class Sharding:
         dtype: torch.dtype,
         *,
         ahead: bool = False,
+        under_backward: bool = False,
         compress: bool = False,
     ) -> None:
         self.level, self._compress = level, compress
@@ -70,6 +71,11 @@ class Sharding:
         self._meshes: dict[int, tuple[DeviceMesh, Group]] = {}
         self._replicas = replicas
         self._mesh = mesh
+        # A gradient that is summed once a step need not be there before the optimizer. Streams do that by themselves,
+        # and where FSDP2 adds to a sum or sums it over replicas it has to be there.
+        defers = under_backward and level == "optimizer" and replicas == 1 and not mesh.world.needs_device
+        self._channels = mesh.gradient_channels() if defers and mesh.world.size > 1 else {}
+        self._scatters: list[PendingScatter] = []
         groups: dict[str, Group] = {}
         if level != "none":
             groups = self._wrap(decoder)
@@ -102,6 +108,12 @@ class Sharding:
         for module, of_stage in self._modules:
             if of_stage in (None, stage):
                 self._mark(module, last if of_stage is None else last_of_stage)
+
+    def end_backward(self) -> None:
+        """After the last backward of a step: wait for sums of gradients that are under way."""
+        for scatter in self._scatters:
+            scatter.wait()
+        self._scatters.clear()
 
     def _mark(self, module: FSDPModule, done: bool) -> None:
         """Whether the next backward through a module is the step's last."""
@@ -187,7 +199,9 @@ class Sharding:
         if not group.needs_device:
             module.set_custom_all_gather(_Gather(shard_group))  # type: ignore[arg-type]
         if self._compress or not group.needs_device:
-            module.set_custom_reduce_scatter(_ReduceScatter(shard_group, self._compress))  # type: ignore[arg-type]
+            own = self._channels.get(id(group))
+            scatter = _ReduceScatter(own or shard_group, self._compress, None if own is None else self._scatters)
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         self._modules.append((module, stage))
         return shard_group
 
@@ -259,11 +273,12 @@ class _Gather(_Buffers):
 
 
 class _ReduceScatter(_Buffers):
-    """Reduce-scatter with sums in rank order; with `compress` it travels in bf16."""
+    """Reduce-scatter with sums in rank order; with `compress` it travels in bf16. With a list `left` the sum is not
+    there at the end of the call, but after what the call appends has been waited for."""
 
-    def __init__(self, group: Group, compress: bool) -> None:
+    def __init__(self, group: Group, compress: bool, left: list[PendingScatter] | None = None) -> None:
         super().__init__(group)
-        self._compress = compress
+        self._compress, self._left = compress, left
 
     def __call__(
         self,
@@ -274,6 +289,9 @@ class _ReduceScatter(_Buffers):
         async_op: bool = False,
     ) -> Any:
         parts = input_tensor.view(self.group.size, -1)
+        if self._left is not None:
+            self._left.append(PendingScatter(parts, output_tensor, self.group, compress=self._compress))
+            return None
         summed = reduce_scatter_compressed if self._compress else reduce_scatter
         output_tensor.view(-1).copy_(summed(parts, self.group))
         return None

@@ -40,7 +40,16 @@ class TrainState:
         overlap = mesh.layout.overlap if mesh.layout is not None else ()
         compress = mesh.layout is not None and "gradients" in mesh.layout.compression
         decoder.dtype = dtype
-        spread = Sharding(decoder, mesh, sharding, replicas, dtype, ahead="parameters" in overlap, compress=compress)
+        spread = Sharding(
+            decoder,
+            mesh,
+            sharding,
+            replicas,
+            dtype,
+            ahead="parameters" in overlap,
+            under_backward="gradients" in overlap,
+            compress=compress,
+        )
         decoder.to(device().torch_device)
         sums = GradientSums(mesh, spread.held, compress) if mesh.world.size > 1 else None
         optimizer = Optimizer(decoder, dtype=dtype, sums=sums, **adamw)

@@ -96,6 +96,8 @@ def train_step(
         forced.end_step()
 
     with clock.phase("optimizer"):
+        if sharding is not None:
+            sharding.end_backward()
         optimizer.sum_gradients()
         norm = optimizer.clip(clip)
         if not (math.isfinite(sums["total"]) and math.isfinite(norm)):
