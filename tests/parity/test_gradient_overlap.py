@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from moesaic.mesh.reduction import PendingScatter
 from moesaic.mesh.traffic import meter
 from moesaic.model.losses import LossWeights
 from moesaic.spec.errors import MoesaicError
-from moesaic.train import overlapped
+from moesaic.train import overlapped, sharding
 from tests.parity import runs
 from tests.parity.runs import Plan
 from tests.ranks import ranks
@@ -141,6 +142,39 @@ def test_sums_begin_before_backward_ends_and_all_before_the_optimizer_waits(worl
     orders = [[names for what, names in seen if what == "sum"] for seen, _, _ in per_rank]
     half = world // 2
     assert orders[0] == orders[half - 1] and orders[half] == orders[-1]  # ranks of one stage begin in one order
+
+
+def scatters(rank: int, keys: dict[str, Any]) -> list[str]:
+    """When sums of sharded gradients begin and are waited for, and when FSDP2 needs nothing more of backward."""
+    mesh = runs.mesh_for("mixtral", keys)
+    trainer = runs.start("mixtral", mesh, keys, PLAN)
+    seen: list[str] = []
+    wait, end = PendingScatter.wait, trainer.sharding.end_backward
+
+    class Watched(PendingScatter):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            seen.append("begin")
+            super().__init__(*args, **named)
+
+        def wait(self) -> None:
+            seen.append("wait")
+            wait(self)
+
+    def watched_end() -> None:
+        seen.append("backward is over")
+        end()
+
+    with patch.object(sharding, "PendingScatter", Watched), patch.object(trainer.sharding, "end_backward", watched_end):
+        runs.step("mixtral", trainer, runs.own_batches(mesh, keys, PLAN, 1), PLAN, 1)
+    return seen
+
+
+def test_sums_of_sharded_gradients_are_left_until_backward_is_over() -> None:
+    """Of four layers' dense parameters, their experts, and the rest."""
+    for seen in ranks(2).run(scatters, WORDS | {"sharding": "optimizer"}):
+        assert seen == ["begin"] * 9 + ["backward is over"] + ["wait"] * 9
+    for seen in ranks(2).run(scatters, WORDS | {"sharding": "gradients"}):
+        assert seen == ["backward is over"]
 
 
 def test_a_gradient_that_comes_after_its_sum_began_is_an_error() -> None:
