@@ -73,6 +73,7 @@ def test_overlapped_sums_have_the_bits_of_later_ones(
         (2, "deepseek_v3", {"overlap": ["gradients", "between"], "ep": 2}),
         (2, "qwen3_moe", {"overlap": ["gradients"], "micro_batch": 2, "ep": 2}),
         (2, "deepseek_v3", {"overlap": ["gradients", "inside", "experts", "weight_gradients"], "ep": 2}),
+        (2, "mixtral", {"overlap": ["gradients", "weight_gradients"], "recompute": ["layernorm", "mlp", "moe"]}),
         (2, "mixtral", {"overlap": ["gradients", "parameters"], "sharding": "optimizer", "ep": 2}),
         (2, "mixtral", {"overlap": ["parameters"], "sharding": "parameters"}),
         (4, "deepseek_v3", {"overlap": ["gradients"], "pp": 2, "ep": 2}),

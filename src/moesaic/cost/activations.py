@@ -90,6 +90,7 @@ def attention_kept(
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
+    core = ("core_attn",) if habits.drops_core else ()
     outputs = np.where((columns.cp > 1) & np.logical_not(columns.ring), 2, 1)
     kept = [
         Kept("residual", "layer input, read by the first norm", a * hidden * own, always=True),
@@ -124,9 +125,15 @@ def attention_kept(
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
             kept.append(Kept("qkv", "statistics of those norms", FP32 * norms * tokens))
     if habits.padded_values and attention.v_head_dim < attention.head_dim:
-        kept.append(Kept("attention", "core's padded output", a * heads * attention.head_dim * tokens))
+        kept.append(Kept("attention", "core's padded output", a * heads * attention.head_dim * tokens, core))
+    if habits.drops_core:
+        # Under ulysses the second of the two has travelled, so it stays.
+        once = a * out * tokens
+        kept.append(Kept("attention", "core's output", once, core))
+        kept.append(Kept("attention", "what travelled of it, read by the output projection", (outputs - 1) * once))
+    else:
+        kept.append(Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens))
     kept += [
-        Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens),
         Kept("residual", "input of the second norm", a * hidden * own),
     ]
     if habits.flash:
@@ -182,6 +189,7 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
             Kept("dispatch", "weight of each row", a * rows, moe_only),
             Kept("dispatch", "order and token of each row, int64", 2 * INT64 * rows, moe_only),
+            Kept("dispatch", "where each expert's rows end, int64", INT64 * experts / columns.ep, moe_only),
         ]
     if not habits.weight_before_down:
         kept.append(Kept("experts", "outputs, for the router's backward", a * hidden * rows, moe_only))
@@ -195,7 +203,12 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
         ]
         if moe.shared_combine != "sum":
-            kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, shared))
+            label = moe_only if habits.drops_core else shared
+            kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
+            if not habits.rows:
+                shares = 1 if moe.shared_combine == "sigmoid_gate" else 2 + hidden
+                what = "gates, and where there are two, the routed experts' sum"
+                kept.append(Kept("shared_experts", what, a * shares * tokens, moe_only))
     return kept
 
 

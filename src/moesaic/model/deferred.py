@@ -135,6 +135,11 @@ def deferring(queue: WeightGradients | None, again: bool = False) -> Iterator[No
         _active.queue, _active.again = before
 
 
+def active_queue() -> WeightGradients | None:
+    """Where forward on this thread leaves weight gradients now."""
+    return _active.queue
+
+
 def hide_from_autograd(x: Tensor, *parameters: Tensor | None) -> tuple[Later | None, Leaves]:
     """For an autograd function of `x` and `parameters`: where to leave the parameters' gradients, or None where its
     backward must give them; and the parameters to apply it to, detached where their gradients are left, because
