@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moesaic.mesh import messages
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.losses import LossWeights
@@ -32,7 +33,7 @@ Interval = tuple[float, float]
 
 
 class Trace:
-    """Intervals of all-to-alls on their way and of waiting for them, on this rank."""
+    """Intervals of messages on their way and of waiting for them, on this rank."""
 
     def __init__(self) -> None:
         self.travelling: list[Interval] = []
@@ -40,21 +41,16 @@ class Trace:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Watch torch.distributed's all-to-all from now on."""
-        real = dist.all_to_all_single
+        """Watch all exchanges between ranks from now on."""
+        real = messages.exchange
 
-        def watched(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any) -> Any:
             start = time.perf_counter()
-            wanted = kwargs.pop("async_op", False)
-            work = real(out, given, *args, async_op=True, **kwargs)
-            work.get_future().add_done_callback(lambda _: self._add(self.travelling, start))
-            watched_work = _Watched(work, self)
-            if wanted:
-                return watched_work
-            watched_work.wait()
-            return None
+            work = real(*args)
+            work.watched(lambda: self._add(self.travelling, start))
+            return _Watched(work, self)
 
-        dist.all_to_all_single = watched
+        messages.exchange = watched
 
     def _add(self, to: list[Interval], start: float) -> None:
         end = time.perf_counter()
