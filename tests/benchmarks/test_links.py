@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import links, links_tables
+from benchmarks import links, links_plot, links_tables
 from benchmarks.links_tables import Measured, Setting
 from benchmarks.peers.parallel.ours import options, table
 from benchmarks.peers.parallel.registry import Degrees
@@ -90,3 +91,14 @@ def test_the_planner_is_tried_on_20_layouts_and_a_layer_on_every_link() -> None:
     names = [peer.name for peer in layers[0].candidates]
     assert "moesaic hierarchical" in names and "megatron_alltoall" in names
     assert all(job.links == links.LINKS for job in layers)
+
+
+def test_a_plot_has_a_panel_for_each_top_k_and_a_line_for_each_candidate() -> None:
+    found = {"moesaic alltoall": 1.0, "moesaic allgather": 2.0, "hf": 4.0}
+    made = [setting(k, found, {"moesaic allgather": 1.0}, link) for k in (1, 2) for link in ("none", "200mbit")]
+    drawn = links_plot.lines(made[:2])
+    assert drawn["hf"] == [(2e8, 4.0), (links_plot.FASTER, 4.0)]
+    assert drawn["moesaic, as chosen"][0] == (2e8, 2.0) and drawn["moesaic, best"][0] == (2e8, 1.0)
+    tree = ElementTree.fromstring(links_plot.draw(made))
+    assert sum(each.tag.endswith("polyline") for each in tree.iter()) == 2 * 3
+    assert links_plot.draw([])

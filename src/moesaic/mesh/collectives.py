@@ -192,7 +192,7 @@ def exchange_counts(counts: list[int], group: Group) -> list[int]:
         return list(counts)
     where = device().torch_device if group.needs_device else torch.device("cpu")
     sent = torch.tensor(counts, dtype=torch.int64, device=where)
-    return all_to_all(sent, group, [1] * group.size, [1] * group.size, "counts").tolist()
+    return all_to_all(sent, group.small or group, [1] * group.size, [1] * group.size, "counts").tolist()
 
 
 def exchange_count_lists(lists: list[list[int]], group: Group) -> list[list[int]]:
@@ -202,7 +202,7 @@ def exchange_count_lists(lists: list[list[int]], group: Group) -> list[list[int]
         return [list(counts) for counts in lists]
     where = device().torch_device if group.needs_device else torch.device("cpu")
     sent_nL = torch.tensor(lists, dtype=torch.int64, device=where).t().contiguous()
-    return all_to_all(sent_nL, group, [1] * n, [1] * n, "counts").t().tolist()  # type: ignore[no-any-return]
+    return all_to_all(sent_nL, group.small or group, [1] * n, [1] * n, "counts").t().tolist()  # type: ignore[no-any-return]
 
 
 def gather_counts(count_here: int, group: Group) -> list[int]:
