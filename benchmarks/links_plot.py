@@ -1,7 +1,7 @@
-"""The sweep of `benchmarks.links` as one SVG: seconds of a layer over link speed, a panel per top-k and number of ranks.
+"""The sweep of `benchmarks.links` as one SVG: seconds of a layer over link speed, a panel per top-k and ranks.
 
-Written by hand, so that drawing needs nothing installed. Each panel has ours as the cost model chooses it, our best, and
-every peer, and both axes are logarithmic; a link without a limit stands at the right edge.
+Written by hand, so that drawing needs nothing installed. Each panel has ours as the cost model chooses it, our best,
+and every peer, and both axes are logarithmic; a link without a limit stands at the right edge.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def draw(settings: Sequence[Setting]) -> str:
     width = columns * (WIDTH + GAP) + LEFT
     height = rows * (HEIGHT + TOP + GAP) + TOP + 20 * math.ceil(len(COLOURS) / 4)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        + f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for number, panel in enumerate(panels):
