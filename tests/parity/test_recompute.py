@@ -28,6 +28,8 @@ CASES: list[tuple[int, str, list[str], dict[str, Any]]] = [
     (2, "deepseek_v3", CHEAP, {"pp": 2, "schedule": "zero_bubble"}),
     (2, "deepseek_v3", ["full"], {"pp": 2, "schedule": "zero_bubble", "virtual_stages": 2}),
     (2, "deepseek_v3", ["layernorm", "mla_up_proj"], {"cp": 2, "cp_kind": "ring"}),
+    (2, "deepseek_v3", MOE, {"overlap": ["gradients"]}),
+    (2, "deepseek_v3", ["full"], {"sharding": "parameters", "overlap": ["parameters", "gradients"]}),
     (2, "deepseek_v3", CHEAP, {"sharding": "parameters"}),
     (2, "deepseek_v3", MOE, {"sharding": "parameters"}),
     (4, "deepseek_v3", ["full"], {"ep": 2, "sharding": "parameters", "dispatcher": "alltoall"}),
