@@ -206,6 +206,7 @@ def test_what_is_wrong_is_said(tiny: Build, table: dict[str, Any], world: int, p
         ({"overlap": ["experts"], "sharding": "parameters"}, "drops its weights"),
         ({"overlap": ["experts"], "pp": 2, "schedule": "zero_bubble"}, "an order of its own"),
         ({"overlap": ["inside"], "dispatcher": "flex", "dispatcher_backend": "hybridep"}, "whole and not in chunks"),
+        ({"recompute": ["core_attn"], "cp": 2, "cp_kind": "ring"}, "go around once more"),
         ({"replicas": 2}, 'layout.replicas is 2, but layout.sharding is "none"'),
         ({"pp": 2, "virtual_stages": 2, "schedule": "1f1b"}, 'use "interleaved"'),
         ({"pp": 2, "schedule": "interleaved"}, "virtual_stages is 1"),
