@@ -108,7 +108,9 @@ class Dispatcher(ABC):
 
         def finish() -> Dispatched:
             rows_RD, weights_RK = _Finish.apply(leg, token)
-            return Dispatched(rows_RD, leg.ids_RK, weights_RK, leg.route)
+            ids_RK, leg.ids_RK = leg.ids_RK, None  # autograd keeps the leg, and need not keep these
+            assert ids_RK is not None
+            return Dispatched(rows_RD, ids_RK, weights_RK, leg.route)
 
         return PendingDispatch(finish)
 
@@ -169,7 +171,7 @@ class DispatchLeg(Leg):
     """Tokens and weights out, their gradients back. Has a route and, once finished, the choices that are here."""
 
     route: Route
-    ids_RK: Tensor
+    ids_RK: Tensor | None
 
 
 class _DispatchLeg(DispatchLeg):

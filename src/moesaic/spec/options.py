@@ -33,17 +33,13 @@ FLEX_BACKENDS = ("portable", *FLEX_LIBRARIES)
 """What the `flex` dispatcher runs on; `portable` is the hierarchical dispatcher."""
 
 NOT_BUILT = {
-    "overlap": (
-        "gradients",
-        "parameters",
-        "tensor",
-    ),
+    "overlap": ("tensor",),
     "recompute": ("auto",),
     "offload": (
         "optimizer",
         "activations",
     ),
-    "compression": ("gradients",),
+    "compression": (),
 }
 """Words that the planner prices and this package's trainer does not have."""
 
