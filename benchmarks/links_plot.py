@@ -37,7 +37,7 @@ def draw(settings: Sequence[Setting]) -> str:
     height = rows * (HEIGHT + TOP + GAP) + TOP + 20 * math.ceil(len(COLOURS) / 4)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        + f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for number, panel in enumerate(panels):
