@@ -5,6 +5,7 @@ Kept per micro-batch and stage between forward and backward: the input, the outp
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -74,12 +75,13 @@ class Work:
     def run(self) -> None:
         """All micro-batches, where there is no pipeline: one after the other, or two at once."""
         (stage,) = self.runners().values()
-        if "experts" in self.overlap and self.micros:
-            self._run_in_pairs(stage)
-            return
-        for number in range(len(self.micros)):
-            stage.forward(number, None)
-            stage.backward(number, None)
+        with lanes.filling(stage.filler):
+            if "experts" in self.overlap and self.micros:
+                self._run_in_pairs(stage)
+                return
+            for number in range(len(self.micros)):
+                stage.forward(number, None)
+                stage.backward(number, None)
 
     def _run_in_pairs(self, stage: StageWork) -> None:
         """Each forward but the first beside the backward of the micro-batch before it."""
@@ -103,7 +105,9 @@ class StageWork:
         self._work, self._index = work, index
         self._keeps, self._splits = backward, split_backward
         self._fills = backward and bool({"between", "weight_gradients"} & set(work.overlap)) and not split_backward
-        """Whether weight gradients fill what backward waits for messages."""
+        """Whether weight gradients fill waits for messages."""
+        self._late: deque[WeightGradients] = deque()
+        """What backward has left to fill waits with, by micro-batch, oldest first."""
         self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
         self._backwards_left = len(work.micros)
@@ -152,15 +156,25 @@ class StageWork:
         self._backwards_left -= 1
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
-        queue = self._left.pop(micro) if self._fills else None
-        with work.clock.phase("backward"), lanes.filling(None if queue is None else queue.run_one):
+        if self._fills:
+            self._late.append(self._left.pop(micro))
+        with work.clock.phase("backward"), lanes.filling(self.filler):
             roots = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
             torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
-            if queue is not None:
-                queue.run_each()
+            # This micro-batch's fill the waits of the next one, which begins with messages and nothing to do beside.
+            while len(self._late) > (self._backwards_left > 0):
+                self._late.popleft().run_each()
         return None if x is None else x.grad
+
+    @property
+    def filler(self) -> lanes.Filler | None:
+        """What computes one of the weight gradients that backward has left, where they fill waits."""
+        return self._fill if self._fills else None
+
+    def _fill(self) -> bool:
+        return any(queue.run_one() for queue in self._late)
 
     def weight_gradients(self, micro: int) -> None:
         """The weight gradients that `backward` left for later."""
