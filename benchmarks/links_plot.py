@@ -35,9 +35,11 @@ def draw(settings: Sequence[Setting]) -> str:
     rows = math.ceil(len(panels) / columns)
     width = columns * (WIDTH + GAP) + LEFT
     height = rows * (HEIGHT + TOP + GAP) + TOP + 20 * math.ceil(len(COLOURS) / 4)
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
+        ),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for number, panel in enumerate(panels):

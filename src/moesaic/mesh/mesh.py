@@ -154,6 +154,24 @@ class Mesh:
             found = ExpertGroups(*(Group.single(name, self.rank) for name in EXPERT_GROUPS))
         return found
 
+    def gradient_channels(self) -> dict[int, Group]:
+        """For the id of every group over which gradients may be summed, one of the same ranks with connections of its
+        own, so that sums under backward never stand before what layers send. All ranks call this, in one order."""
+        layout = self.layout
+        assert layout is not None
+
+        def own(group: Group, partition: list[tuple[int, ...]]) -> Group:
+            return Group.create(group.name, partition, self.world.timeout_seconds, channel=f"gradients {group.name}")
+
+        found = {id(self.embedding): self.embedding}
+        for name in ("tp", "data", "stage"):
+            found[id(getattr(self, name))] = own(getattr(self, name), layout.groups(*GROUPS[name]))
+        for count, groups in self.experts_by_count.items():
+            for name in ("edp", "etp"):
+                partition = layout.expert_groups(*EXPERT_GROUPS[name], experts=count)
+                found[id(getattr(groups, name))] = own(getattr(groups, name), partition)
+        return found
+
     def on_device(self, tensor: Tensor) -> Tensor:
         """`tensor` where this mesh's groups can send it from."""
         return tensor.to(device().torch_device) if self.world.needs_device else tensor

@@ -5,8 +5,9 @@ Kept per micro-batch and stage between forward and backward: the input, the outp
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from moesaic.model.forced import Forced
 from moesaic.model.losses import LossWeights
 from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.sharding import Sharding
 
 
@@ -51,6 +53,7 @@ class Work:
         step_tokens: int,
         clock: Stopwatch | None = None,
         sharding: Sharding | None = None,
+        reduction: OverlappedSums | None = None,
     ) -> None:
         self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
         self.micros: list[MicroBatch] = [on_device(decoder, batch) for batch in batches]
@@ -59,6 +62,8 @@ class Work:
         self.clock, self.sharding = clock or Stopwatch(), sharding
         self.forced: Forced | None = None
         self.overlap = decoder.mesh.layout.overlap if decoder.mesh.layout is not None else ()
+        self.reduction = reduction
+        self.passes_left = len(decoder.stages)
         self.backwards_left = len(batches) * len(decoder.stages)
 
     def runners(self, *, backward: bool = True, split_backward: bool = False) -> dict[int, StageWork]:
@@ -110,7 +115,7 @@ class StageWork:
         """What backward has left to fill waits with, by micro-batch, oldest first."""
         self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
-        self._backwards_left = len(work.micros)
+        self._backwards_left = self._passes_left = len(work.micros)
 
     def received_shape(self, micro: int) -> tuple[int, ...]:
         """Shape of what comes from the stage before."""
@@ -156,15 +161,19 @@ class StageWork:
         self._backwards_left -= 1
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
-        if self._fills:
-            self._late.append(self._left.pop(micro))
-        with work.clock.phase("backward"), lanes.filling(self.filler):
+        queue = self._left.pop(micro) if self._fills else None
+        if queue is not None:
+            self._late.append(queue)
+        completes = contextlib.nullcontext() if self._splits else self._last_pass(queue)
+        with work.clock.phase("backward"), completes, lanes.filling(self.filler):
             roots = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
             torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
             # This micro-batch's fill the waits of the next one, which begins with messages and nothing to do beside.
-            while len(self._late) > (self._backwards_left > 0):
+            # Where sums begin under the last pass, only that pass may add to gradients.
+            last = 0 if work.reduction is None else 1
+            while len(self._late) > (self._backwards_left > last):
                 self._late.popleft().run_each()
         return None if x is None else x.grad
 
@@ -178,8 +187,23 @@ class StageWork:
 
     def weight_gradients(self, micro: int) -> None:
         """The weight gradients that `backward` left for later."""
-        with self._work.clock.phase("backward"):
-            self._left.pop(micro).run()
+        queue = self._left.pop(micro)
+        with self._work.clock.phase("backward"), self._last_pass(queue, only_left=True):
+            queue.run()
+
+    @contextlib.contextmanager
+    def _last_pass(self, left: WeightGradients | None, only_left: bool = False) -> Iterator[None]:
+        """Around what completes a micro-batch's gradients: in the step's last of this stage their sums begin. `left`
+        and `only_left`: see `OverlappedSums.begin`."""
+        reduction = self._work.reduction
+        self._passes_left -= 1
+        if self._passes_left > 0 or reduction is None:
+            yield
+            return
+        self._work.passes_left -= 1
+        reduction.begin(self._index, self._work.passes_left == 0, left, only_left)
+        yield
+        reduction.end()
 
 
 def on_device(decoder: Decoder, batch: Batch) -> MicroBatch:
