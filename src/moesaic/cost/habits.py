@@ -39,6 +39,9 @@ class Habits:
     of `layernorm` then leaves their outputs. (Latent attention and experts have norms of their own.)"""
     sequence_parallel: bool = True
     """Between modules a tensor group shares out its tokens. Else each of its ranks keeps all of them there."""
+    gathers_again: bool = True
+    """Backward gathers the input of matmuls cut by tp again. Else a rank keeps it gathered, that of all its group's
+    tokens."""
     flash: bool = True
     """The attention core never stores its scores. Else it keeps their softmax, S values per head and token."""
     drops_core: bool = False
@@ -78,6 +81,7 @@ MOESAIC = Habits(
     padded_values=True,
     fused_norms=False,
     drops_core=True,
+    gathers_again=False,
     placeholders=False,
     quantized_weights=False,
     vocabulary_multiple=1,

@@ -94,8 +94,8 @@ class Mesh:
             return cls.single(layout)
         rank = dist.get_rank()
 
-        def group(name: str, partition: list[tuple[int, ...]]) -> Group:
-            return Group.create(name, partition, timeout_seconds)
+        def group(name: str, partition: list[tuple[int, ...]], small: bool = False) -> Group:
+            return Group.create(name, partition, timeout_seconds, small=small)
 
         dense = {name: group(name, layout.groups(*axes)) for name, axes in GROUPS.items()}
         experts: dict[int, ExpertGroups] = {}
@@ -110,7 +110,7 @@ class Mesh:
                     )
                     partitions |= {"ep_inside": inside, "ep_across": across}
                 made[ep] = ExpertGroups(
-                    **{name: group(name + suffix, partition) for name, partition in partitions.items()}
+                    **{name: group(name + suffix, each, name != "edp") for name, each in partitions.items()}
                 )
             experts[count] = made[ep]
         pipelines = layout.groups("pp")

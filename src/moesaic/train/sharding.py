@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from moesaic.mesh.collectives import AllWorks, reduce_scatter, send_to_all
+from moesaic.mesh.collectives import reduce_scatter, send_to_all
 from moesaic.mesh.cut import Cut
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
 from moesaic.mesh.mesh import Mesh
+from moesaic.mesh.messages import Exchange
 from moesaic.mesh.reduction import PendingScatter, reduce_scatter_compressed
 from moesaic.mesh.traffic import count
 from moesaic.model.decoder import Decoder
@@ -245,7 +246,7 @@ class _Buffers:
 class _Works(dist.Work):  # type: ignore[misc]
     """Messages under way as FSDP2 knows them: it waits for nothing else."""
 
-    def __init__(self, works: AllWorks) -> None:
+    def __init__(self, works: Exchange) -> None:
         super().__init__()
         self._works = works
 
