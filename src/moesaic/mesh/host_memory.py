@@ -41,7 +41,7 @@ class HostMemory:
         self._out, self._back = device().side(), device().side()
         self._free: dict[int, list[Place]] = {}
         self._lock = threading.Lock()
-        self._file = tempfile.TemporaryFile(dir=folder) if device().kind == "cpu" else None  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=folder) if device().kind == "cpu" else None
         self.bytes = 0
         """Room in all, in use or not."""
         self.moved = 0
@@ -87,7 +87,7 @@ class HostMemory:
             place.at[: flat.numel()].copy_(flat, non_blocking=True)
             return
         assert self._file is not None
-        view, done = memoryview(flat.numpy()), 0
+        view, done = flat.numpy().data, 0
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], place.at + done)
 
@@ -96,7 +96,7 @@ class HostMemory:
             flat.copy_(place.at[: flat.numel()], non_blocking=flat.is_cuda)
             return
         assert self._file is not None
-        view, done = memoryview(flat.numpy()), 0
+        view, done = flat.numpy().data, 0
         while done < len(view):
             read = os.preadv(self._file.fileno(), [view[done:]], place.at + done)
             if read == 0:

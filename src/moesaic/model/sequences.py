@@ -6,6 +6,7 @@ once. Every rank knows the whole rows; it attends for its context part of them, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 

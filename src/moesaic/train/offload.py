@@ -108,7 +108,7 @@ class _Running(threading.local):
         self.previous: _Scope | None = None
 
 
-class _Piece:
+class Piece:
     """A stretch of memory and its copy on the host. The room goes back when no saved tensor is left."""
 
     def __init__(self, offload: ActivationOffload, here: Tensor) -> None:
@@ -149,7 +149,7 @@ class _Saved:
     """What autograd holds in a tensor's place. `offset` is in bytes of the piece."""
 
     scope: _Scope
-    piece: _Piece
+    piece: Piece
     offset: int
     dtype: torch.dtype
     size: torch.Size
@@ -159,15 +159,13 @@ class _Saved:
 class _Scope:
     """One forward of one layer: what it saved, and the layer before it in the same micro-batch."""
 
-    def __init__(
-        self, offload: ActivationOffload, layer: nn.Module, sequences: Any, previous: _Scope | None
-    ) -> None:
+    def __init__(self, offload: ActivationOffload, layer: nn.Module, sequences: Any, previous: _Scope | None) -> None:
         self.offload, self.previous = offload, previous
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         self._layer: nn.Module | None = layer
         self._sequences: Any = sequences
-        self._stretches: dict[int, list[tuple[int, int, _Piece]]] = {}
-        self._pieces: list[weakref.ref[_Piece]] = []
+        self._stretches: dict[int, list[tuple[int, int, Piece]]] = {}
+        self._pieces: list[weakref.ref[Piece]] = []
         self._asked = False
         self._lock = threading.Lock()
 
@@ -193,12 +191,12 @@ class _Scope:
             # Others may want what lies between.
             start, stop = 0, storage.nbytes()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, start, (stop - start,))  # type: ignore[call-overload]
-        piece = _Piece(self.offload, flat)
+        piece = Piece(self.offload, flat)
         known.append((start, stop, piece))
         self._pieces.append(weakref.ref(piece))
         return self._saved(piece, tensor, _stretch(tensor)[0] - start)
 
-    def _saved(self, piece: _Piece, tensor: Tensor, offset: int) -> _Saved:
+    def _saved(self, piece: Piece, tensor: Tensor, offset: int) -> _Saved:
         return _Saved(self, piece, offset, tensor.dtype, tensor.size(), tensor.stride())
 
     def _stays(self, address: int) -> bool:
@@ -227,7 +225,7 @@ class _Scope:
                 for piece in reversed(self._alive()):
                     piece.begin(where)
 
-    def _alive(self) -> list[_Piece]:
+    def _alive(self) -> list[Piece]:
         return [piece for each in self._pieces if (piece := each()) is not None]
 
 
@@ -247,8 +245,8 @@ def unpack(saved: Tensor | _Saved) -> Tensor:
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
     """First byte of a tensor in its storage, and the one after its last."""
-    start = tensor.storage_offset()
-    last = start + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    last = start + sum(int(n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
     return start * tensor.itemsize, (last + 1) * tensor.itemsize
 
 

@@ -53,8 +53,7 @@ class Optimizer:
         storing: Storing | None = None,
     ) -> None:
         self.sums = sums
-        self._adam = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        self._decay = weight_decay
+        self._betas, self._eps, self._decay = (beta1, beta2), eps, weight_decay
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         self._spread: dict[str, DTensor] = {}
@@ -77,17 +76,17 @@ class Optimizer:
         ]
         self.packed = self._pack(storing or Storing())
         self._rounded = [name for name in self._rounded if name not in self.packed]
-        plain = {name: master for name, master in self.masters.items() if name not in self.packed}
+        here = {name: master for name, master in self.masters.items() if name not in self.packed}
         groups: list[dict[str, Any]] = [
-            {"params": [m for n, m in plain.items() if decays(n, m)], "weight_decay": weight_decay},
-            {"params": [m for n, m in plain.items() if not decays(n, m)], "weight_decay": 0.0},
+            {"params": [m for n, m in here.items() if decays(n, m)], "weight_decay": weight_decay},
+            {"params": [m for n, m in here.items() if not decays(n, m)], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         self._adamw: torch.optim.AdamW | None = None
         if groups:
             self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
         # The moments exist from the start, so that a checkpoint of step 0 and one of step 1000 have the same keys.
-        for master in plain.values():
+        for master in here.values():
             assert self._adamw is not None
             self._adamw.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
@@ -178,6 +177,7 @@ class Optimizer:
     def _step_packed(self, lr: float) -> None:
         """Parameter by parameter; the state of the next comes and that of the one before goes meanwhile."""
         todo = [(name, each) for name, each in self.packed.items() if each.master.grad is not None]
+        beta1, beta2 = self._betas
         for place, (name, each) in enumerate(todo):
             each.ask()
             if place + 1 < len(todo):
@@ -186,7 +186,8 @@ class Optimizer:
             assert each.master.grad is not None
             adamw(
                 [master], [each.master.grad], [first], [second], [], [each.updates], fused=True, amsgrad=False,
-                maximize=False, lr=lr, weight_decay=self._decay if decays(name, master) else 0.0, **self._adam,
+                maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=self._eps,
+                weight_decay=self._decay if decays(name, master) else 0.0,
             )  # fmt: skip
             each.store(master, first, second)
             if place > 0:

@@ -61,7 +61,7 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
         overlaps = [each for each in sets if _legal(run, model, world, each)]
     work = Workload(
         model, keys.seq_len, keys.global_batch, precision="fp32" if keys.dtype == "fp32" else "bf16",
-        mtp=keys.mtp_weight > 0,
+        mtp=keys.mtp_weight > 0, moment_bytes=2 if keys.moment_dtype == "bf16" else 4, master=keys.master,
     )  # fmt: skip
     return choose_options(work, plain, cluster, dispatchers, overlaps)
 
