@@ -287,7 +287,9 @@ def test_offload_leaves_two_layers_of_activations() -> None:
     layout = resolve_layout(LayoutTable(ep=8), model, 8, seq_len=4096, global_batch=64)
     work = Workload(model, 4096, 64)
     plain, offloaded = (stage_memory(work, replace(layout, offload=o))[0] for o in ((), ("activations",)))
-    assert offloaded.activations == pytest.approx(plain.activations / 48 * 2, rel=0.01)
+    # What the final norm keeps for the head is no layer's and stays.
+    layers = plain.activations - plain.kept["head"]
+    assert offloaded.activations - plain.kept["head"] == pytest.approx(layers / 48 * 2)
     # Parts go apart: what stays is all there, of what goes two layers.
     parts = {}
     for part in ("norms", "attention", "moe"):
