@@ -1,4 +1,4 @@
-"""What waits in host memory, and masters that are split, change no bit of a layout's results, nor of its checkpoints."""
+"""What waits in host memory, and split masters, change no bit of a layout's results, nor of its checkpoints."""
 
 from __future__ import annotations
 

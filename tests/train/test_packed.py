@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moesaic.cost.habits import MOESAIC
+from moesaic.cost.memory import stage_memory
+from moesaic.cost.workload import Workload
 from moesaic.mesh.host_memory import HostMemory
+from moesaic.model.decoder import Decoder
+from moesaic.spec.layout import single
 from moesaic.train.optimizer import Optimizer
 from moesaic.train.packed import Storing, join, split
+from moesaic.train.state import Host, TrainState
+from tests.parity import models
 
 
 class Small(nn.Module):
@@ -95,8 +103,8 @@ def test_state_on_the_host_changes_no_bit(dtype: torch.dtype, fraction: float, t
 def test_split_masters_change_no_bit(on_host: bool, tmp_path: Path) -> None:
     found = trained(torch.bfloat16, split=True, host=HostMemory(tmp_path) if on_host else None)
     assert_same(found, trained(torch.bfloat16))
-    size = sum(2 * 4 + 2 for _ in found.packed) and 10 * sum(m.numel() for m in found.masters.values())
-    assert sum(sum(each.bytes.values()) for each in found.packed.values()) == size
+    count = sum(master.numel() for master in found.masters.values())
+    assert sum(sum(each.bytes.values()) for each in found.packed.values()) == (4 + 4 + 2) * count
 
 
 def test_bf16_moments_stay_near_fp32_moments() -> None:
@@ -132,3 +140,40 @@ def test_saved_state_goes_on_where_it_was(storing: dict[str, Any], on_host: bool
     for each in (whole, other):
         run(each.model, each, 2)  # type: ignore[attr-defined]
     assert_same(other, whole)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("dtype", "moments", "master", "away"),
+    [
+        ("fp32", 4, "fp32", False),
+        ("fp32", 2, "fp32", False),
+        ("fp32", 4, "fp32", True),
+        ("bf16", 4, "fp32", False),
+        ("bf16", 2, "fp32", False),
+        ("bf16", 4, "split", False),
+        ("bf16", 2, "split", False),
+        ("bf16", 4, "fp32", True),
+        ("bf16", 2, "split", True),
+    ],
+)
+def test_the_planner_counts_these_bytes(name: str, dtype: str, moments: int, master: str, away: bool) -> None:
+    spec = models.model(name)
+    decoder = Decoder(spec)
+    decoder.init_weights(0)
+    state = TrainState.of(
+        decoder,
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+        moments={2: torch.bfloat16, 4: torch.float32}[moments],
+        split_masters=master == "split",
+        host=Host(("optimizer",)) if away else None,
+    )
+    work = Workload(spec, 16, 1, precision=dtype, moment_bytes=moments, master=master)  # type: ignore[arg-type]
+    planned = stage_memory(work, replace(single(spec), offload=("optimizer",) if away else ()), MOESAIC)[0]
+    weights = sum(p.numel() * p.itemsize for p in decoder.parameters())
+    held = sum(each.bytes["device"] for each in state.optimizer.packed.values())
+    for parameter, moment in state.optimizer.state().items():
+        kept = state.optimizer.masters[parameter]
+        alone = 0 if kept is state.optimizer.parameters[parameter] else kept.numel() * kept.itemsize
+        held += alone + sum(moment[kind].numel() * moment[kind].itemsize for kind in ("exp_avg", "exp_avg_sq"))
+    assert (weights, held) == (planned.weights, planned.optimizer)

@@ -32,6 +32,7 @@ from moesaic.spec.options import OFFLOAD_BLOCKS
 
 SMALLEST = 1 << 16
 """Bytes from which a tensor is worth a copy."""
+_PLAIN = (Tensor, nn.Parameter)
 _MEMBERS = {"attn_norm": "norms", "mlp_norm": "norms", "attn": "attention", "mlp": "mlp", "moe": "moe"}
 """Members of a layer, and the blocks of `spec.options.OFFLOAD_BLOCKS` that they are."""
 
@@ -174,7 +175,7 @@ class _Scope:
         if (
             self.offload.block not in self.offload.blocks
             or tensor.numel() * tensor.itemsize < max(1, self.offload.smallest)
-            or type(tensor) not in (Tensor, nn.Parameter)
+            or type(tensor) not in _PLAIN
             or tensor.layout != torch.strided
         ):
             return tensor
@@ -203,7 +204,9 @@ class _Scope:
         """Whether memory outlives this layer's backward anyway."""
         assert self._layer is not None
         lasting = (*self._layer.parameters(), *self._sequences.tables())
-        return any(each.untyped_storage().data_ptr() == address for each in lasting)
+        # Sharded parameters are not what computes.
+        plain = (each for each in lasting if type(each) in _PLAIN)
+        return any(each.untyped_storage().data_ptr() == address for each in plain)
 
     def close(self) -> None:
         """The forward is over."""
