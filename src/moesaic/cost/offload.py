@@ -26,9 +26,11 @@ def block_of(row: Kept, has_experts: bool) -> str:
 
 
 def offloaded(rows: Iterable[Kept], has_experts: bool, columns: Columns) -> Floats:
-    """Bytes [N] of `rows` that wait in host memory."""
+    """Bytes [N] of `rows` that wait in host memory. The row numbers that dispatch and experts hold themselves stay."""
     away = np.zeros(len(columns))
     for row in rows:
+        if row.module == "dispatch" and row.tensor.endswith("int64"):
+            continue
         named = columns.offload_modules & bits(OFFLOAD_BLOCKS, (block_of(row, has_experts),)) != 0
         away += np.where(columns.offloads("activations") & named, row.left(columns), 0.0)
     return away

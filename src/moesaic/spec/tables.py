@@ -112,13 +112,15 @@ class LayoutTable(Table):
     )
     overlap: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "What runs at the same time: any of inside, experts, weight_gradients, between; `auto` takes what the cost "
-        "model finds fastest on the cluster of cluster.gpu.",
+        "What runs at the same time: any of gradients, parameters, inside, experts, weight_gradients, between; `auto` "
+        "takes what the cost model finds fastest on the cluster of cluster.gpu.",
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks.",
+        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks. `auto` "
+        "takes the fastest set that fits the memory of cluster.gpu.",
     )
+    recompute_headroom: float = _key(0.05, 'Share of memory that `recompute = "auto"` leaves free.', ge=0.0, lt=1.0)
     offload: list[str] = _key([], "What waits in host memory: any of optimizer, activations.")
     offload_fraction: float = _key(
         1.0, "Share of the optimizer's state that waits in host memory with offload optimizer.", ge=0.0, le=1.0
@@ -128,7 +130,9 @@ class LayoutTable(Table):
         "Parts of a layer whose kept activations wait in host memory with offload activations.",
     )
     compression: list[str] = _key(
-        [], "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8)."
+        [],
+        "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8), gradients "
+        "(data-parallel sums sent in bf16, added in fp32).",
     )
 
 

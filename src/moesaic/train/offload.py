@@ -7,8 +7,7 @@ device: the one that computes and the one on its way. That is also the cap on wh
 before it has been let go, such as the last layer's right after forward, it gets without a copy.
 
 A copy is made of each stretch of memory once, however many operations save it. Parameters, rotary tables, and tensors
-smaller than `smallest` stay. Hooks of autograd that a module enters inside its forward (recomputation) come first for
-what is saved under them.
+smaller than `smallest` stay. What is computed again in backward is not copied; what it is computed from is.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from moesaic.mesh.device import Done, device
 from moesaic.mesh.host_memory import HostMemory, Place
 from moesaic.model.decoder import Decoder
 from moesaic.model.layer import Layer
+from moesaic.model.recompute import keeping
 from moesaic.spec.options import OFFLOAD_BLOCKS
 
 SMALLEST = 1 << 16
@@ -71,7 +71,7 @@ class ActivationOffload:
             running.scopes.append(None)
             return
         scope = _Scope(self, layer, inputs[1], None if starts else running.previous)
-        scope.hooks.__enter__()  # type: ignore[no-untyped-call]
+        scope.hooks.__enter__()
         running.scopes.append(scope)
 
     def _leave(self, layer: nn.Module, inputs: object, output: object) -> None:
@@ -95,9 +95,9 @@ class ActivationOffload:
         self._running.blocks.pop()
 
     @property
-    def block(self) -> str | None:
-        """The block that this thread is in."""
-        return self._running.blocks[-1] if self._running.blocks else None
+    def block(self) -> str:
+        """The block that this thread is in. What a layer itself keeps is what its norms read."""
+        return self._running.blocks[-1] if self._running.blocks else "norms"
 
 
 class _Running(threading.local):
@@ -156,13 +156,24 @@ class _Saved:
     size: torch.Size
     stride: tuple[int, ...]
 
+    def take(self) -> Tensor:
+        """The tensor, on the device again."""
+        scope, where = self.scope, self.scope.offload.where
+        scope.ask(where)
+        if scope.previous is not None:
+            scope.previous.ask(where)
+        here = self.piece.bytes()
+        made = torch.empty(0, dtype=self.dtype, device=where)
+        start = (here.storage_offset() + self.offset) // made.itemsize
+        return made.set_(here.untyped_storage(), start, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
 
 class _Scope:
     """One forward of one layer: what it saved, and the layer before it in the same micro-batch."""
 
     def __init__(self, offload: ActivationOffload, layer: nn.Module, sequences: Any, previous: _Scope | None) -> None:
         self.offload, self.previous = offload, previous
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        self.hooks = keeping(self.pack)
         self._layer: nn.Module | None = layer
         self._sequences: Any = sequences
         self._stretches: dict[int, list[tuple[int, int, Piece]]] = {}
@@ -230,20 +241,6 @@ class _Scope:
 
     def _alive(self) -> list[Piece]:
         return [piece for each in self._pieces if (piece := each()) is not None]
-
-
-def unpack(saved: Tensor | _Saved) -> Tensor:
-    """The tensor that `_Scope.pack` was given, on the device again."""
-    if isinstance(saved, Tensor):
-        return saved
-    scope, where = saved.scope, saved.scope.offload.where
-    scope.ask(where)
-    if scope.previous is not None:
-        scope.previous.ask(where)
-    here = saved.piece.bytes()
-    made = torch.empty(0, dtype=saved.dtype, device=where)
-    start = (here.storage_offset() + saved.offset) // made.itemsize
-    return made.set_(here.untyped_storage(), start, saved.size, saved.stride)  # type: ignore[call-overload, no-any-return]
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from moesaic.model.experts import Experts
 from moesaic.train.gradients import GradientSums
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.packed import Packed, Storing
 
 
@@ -54,6 +55,7 @@ class Optimizer:
     ) -> None:
         self.sums = sums
         self._betas, self._eps, self._decay = (beta1, beta2), eps, weight_decay
+        self.overlap: OverlappedSums | None = None
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         self._spread: dict[str, DTensor] = {}
@@ -147,7 +149,8 @@ class Optimizer:
             # A copy that nothing used here still has to take part in the sum over copies.
             master = self.masters[self.sums.embedding]
             master.grad = torch.zeros_like(master)
-        self.sums.sum(self.gradients())
+        begun = self.overlap.wait() if self.overlap is not None else ()
+        self.sums.sum(self.gradients(), begun)
 
     def clip(self, limit: float) -> float:
         """The 2-norm of all gradients together; if it exceeds `limit` > 0, all are scaled by one coefficient.

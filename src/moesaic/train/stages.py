@@ -5,7 +5,8 @@ Kept per micro-batch and stage between forward and backward: the input, the outp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from moesaic.model.forced import Forced
 from moesaic.model.losses import LossWeights
 from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.sharding import Sharding
 
 
@@ -50,6 +52,7 @@ class Work:
         step_tokens: int,
         clock: Stopwatch | None = None,
         sharding: Sharding | None = None,
+        reduction: OverlappedSums | None = None,
     ) -> None:
         self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
         self.micros: list[MicroBatch] = [on_device(decoder, batch) for batch in batches]
@@ -58,6 +61,8 @@ class Work:
         self.clock, self.sharding = clock or Stopwatch(), sharding
         self.forced: Forced | None = None
         self.overlap = decoder.mesh.layout.overlap if decoder.mesh.layout is not None else ()
+        self.reduction = reduction
+        self.passes_left = len(decoder.stages)
         self.backwards_left = len(batches) * len(decoder.stages)
 
     def runners(self, *, backward: bool = True, split_backward: bool = False) -> dict[int, StageWork]:
@@ -106,7 +111,7 @@ class StageWork:
         """Whether weight gradients fill what backward waits for messages."""
         self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
-        self._backwards_left = len(work.micros)
+        self._backwards_left = self._passes_left = len(work.micros)
 
     def received_shape(self, micro: int) -> tuple[int, ...]:
         """Shape of what comes from the stage before."""
@@ -153,7 +158,8 @@ class StageWork:
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
         queue = self._left.pop(micro) if self._fills else None
-        with work.clock.phase("backward"), lanes.filling(None if queue is None else queue.run_one):
+        completes = contextlib.nullcontext() if self._splits else self._last_pass(queue)
+        with work.clock.phase("backward"), completes, lanes.filling(None if queue is None else queue.run_one):
             roots = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
@@ -164,8 +170,23 @@ class StageWork:
 
     def weight_gradients(self, micro: int) -> None:
         """The weight gradients that `backward` left for later."""
-        with self._work.clock.phase("backward"):
-            self._left.pop(micro).run()
+        queue = self._left.pop(micro)
+        with self._work.clock.phase("backward"), self._last_pass(queue, only_left=True):
+            queue.run()
+
+    @contextlib.contextmanager
+    def _last_pass(self, left: WeightGradients | None, only_left: bool = False) -> Iterator[None]:
+        """Around what completes a micro-batch's gradients: in the step's last of this stage their sums begin. `left`
+        and `only_left`: see `OverlappedSums.begin`."""
+        reduction = self._work.reduction
+        self._passes_left -= 1
+        if self._passes_left > 0 or reduction is None:
+            yield
+            return
+        self._work.passes_left -= 1
+        reduction.begin(self._index, self._work.passes_left == 0, left, only_left)
+        yield
+        reduction.end()
 
 
 def on_device(decoder: Decoder, batch: Batch) -> MicroBatch:

@@ -20,6 +20,7 @@ from moesaic.train.checkpoint import State, model_state
 from moesaic.train.gradients import GradientSums
 from moesaic.train.offload import SMALLEST, ActivationOffload
 from moesaic.train.optimizer import Optimizer
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.packed import Storing
 from moesaic.train.sharded_state import Shards, rng_entry, shards_of
 from moesaic.train.sharding import Sharding
@@ -66,16 +67,32 @@ class TrainState:
         **adamw: Any,
     ) -> TrainState:
         """Prepare a decoder with fp32 weights for training in `dtype`. `host` says what waits in host memory, `moments`
-        and `split_masters` how the rest of the state is kept; `adamw`: see `Optimizer`."""
+        and `split_masters` how the rest of the state is kept; `adamw`: see `Optimizer`.
+
+        The layout of the decoder's mesh says what overlaps and what is compressed.
+        """
         mesh = decoder.mesh
+        overlap = mesh.layout.overlap if mesh.layout is not None else ()
+        compress = mesh.layout is not None and "gradients" in mesh.layout.compression
         decoder.dtype = dtype
-        spread = Sharding(decoder, mesh, sharding, replicas, dtype)
+        spread = Sharding(
+            decoder,
+            mesh,
+            sharding,
+            replicas,
+            dtype,
+            ahead="parameters" in overlap,
+            under_backward="gradients" in overlap,
+            compress=compress,
+        )
         decoder.to(device().torch_device)
-        sums = GradientSums(mesh, spread.held) if mesh.world.size > 1 else None
+        sums = GradientSums(mesh, spread.held, compress) if mesh.world.size > 1 else None
         host = host or Host()
         memory = HostMemory(host.folder) if host.what else None
         storing = Storing(moments, split_masters, memory if "optimizer" in host.what else None, host.fraction)
         optimizer = Optimizer(decoder, dtype=dtype, sums=sums, storing=storing, **adamw)
+        if sums is not None and "gradients" in overlap:
+            optimizer.overlap = OverlappedSums(decoder, sums, optimizer.masters)
         activations = None
         if "activations" in host.what:
             assert memory is not None
