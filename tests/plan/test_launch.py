@@ -203,6 +203,16 @@ def test_the_run_file_is_read_back_as_the_plan(made, plain):
     assert run.model_spec().layers == made.workload.model.layers
 
 
+def test_the_run_file_keeps_state_as_planned():
+    options = {"offload": ("optimizer", "activations"), "offload_fraction": 0.5, "offload_modules": ("norms", "moe")}
+    work = {"moment_bytes": 2, "master": "split"}
+    made = plan("mixtral-8x7b", 16, ep=8, global_batch=64, with_options=options, work=work)
+    run = parse_run(tomllib.loads(launch_files("run-file", made)["run.toml"]))
+    assert (run.train.moment_dtype, run.train.master) == ("bf16", "split")
+    layout = resolve_layout(run.layout, run.model_spec(), 16, seq_len=run.train.seq_len, global_batch=64)
+    assert layout == made.layout
+
+
 @pytest.mark.parametrize(
     ("options", "work", "says"),
     [
@@ -399,7 +409,9 @@ def test_no_target_drops_anything_silently(made, target):
     text = "\n".join(files.values())
     work, layout = made.workload, made.layout
     if work.moment_bytes == 2:
-        assert "moments of 2 bytes" in text or "exp-avg-dtype" in text or "exp_avg_dtype" in text
+        assert (
+            "moments of 2 bytes" in text or "exp-avg-dtype" in text or "exp_avg_dtype" in text or "moment_dtype" in text
+        )
     for module in layout.recompute:
         assert module in text or "full" in layout.recompute
     for word in layout.overlap:
