@@ -56,6 +56,9 @@ class Habits:
     quantized_weights: bool = True
     """With fp8 or mxfp8 matmuls, layer weights are stored in fp8 only, once by rows and once by columns (Megatron's
     `--fp8-param-gather`). Else both copies stand beside the bf16 weights."""
+    gathers_masters: bool = False
+    """With sharding, weights are gathered from their fp32 masters (FSDP2), which an offloaded optimizer leaves on the
+    device."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB
@@ -84,6 +87,7 @@ MOESAIC = Habits(
     gathers_again=False,
     placeholders=False,
     quantized_weights=False,
+    gathers_masters=True,
     vocabulary_multiple=1,
     workspaces=2,
 )

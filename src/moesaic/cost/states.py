@@ -114,10 +114,11 @@ def part_local(model: ModelSpec, part: str, columns: Columns, habits: Habits) ->
 def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> States:
     """Bytes of one part's weights, gradients and optimizer states.
 
-    Mixed precision: 2 for the weight, `gradient_bytes` (4) for the accumulated gradient, 4 for the fp32 weight and two
-    moments. Unsharded that is 18; with the optimizer sharded over d ranks 6 + 12/d, with bf16 moments 6 + 8/d, with
-    gradients sharded too 2 + 16/d, with parameters 18/d (ZeRO, arXiv 1910.02054 section 3). d is dp·cp for the dense
-    mesh and edp for experts, over `replicas`. In fp32 weight and master are one.
+    Mixed precision: 2 for the weight, `gradient_bytes` (4) for the accumulated gradient, 4 for the fp32 weight (2 where
+    it is split) and two moments. Unsharded that is 18; with the optimizer sharded over d ranks 6 + 12/d, with bf16
+    moments 6 + 8/d, with gradients sharded too 2 + 16/d, with parameters 18/d (ZeRO, arXiv 1910.02054 section 3). d is
+    dp·cp for the dense mesh and edp for experts, over `replicas`. In fp32 weight and master are one. An offloaded
+    optimizer leaves what is not its fraction, and masters that weights are gathered from.
     """
     full = work.precision == "fp32"
     weight = 4.0 if full else 2.0
@@ -126,7 +127,8 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
         # NVFP4 stores no parameters: it quantises the bf16 ones, by rows and by columns.
         stored = habits.quantized_weights and work.precision != "nvfp4"
         quantised = 2 * QUANTIZED[work.precision] + (0 if stored else weight)
-    master = (0 if full else 4) + 2 * work.moment_bytes
+    whole = 0 if full else 2 if work.master == "split" else 4
+    master = whole + 2 * work.moment_bytes
     dense = np.maximum(columns.dp * columns.cp / columns.replicas, 1)
     expert = np.maximum(local.expert_copies / columns.replicas, 1)
 
@@ -142,7 +144,12 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
         kept_gradients < sum(gradients), sum(gradients), 0
     )
     held = shard(optimizer, "optimizer")
-    return States(kept_weights, kept_gradients, np.where(columns.offloads("optimizer"), 0.0, held), gathered)
+    staying: Floats | float = 0.0
+    if habits.gathers_masters:
+        masters = ((local.matmul + local.other) * whole, local.expert * whole)
+        staying = np.where(columns.sharding > 0, shard(masters, "optimizer"), 0.0)
+    away = np.where(columns.offloads("optimizer"), columns.offload_fraction, 0.0) * (held - staying)
+    return States(kept_weights, kept_gradients, held - away, gathered)
 
 
 Shape = tuple[Any, ...]
