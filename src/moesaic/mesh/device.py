@@ -5,12 +5,14 @@ A CPU does the same as a GPU, with nothing to wait for; so everything above runs
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def cpu_name() -> str:
 class Device:
     """One accelerator, or this machine's processor.
 
-    `kind` is `cpu` or `cuda`; `torch_device` is what tensors are made on.
+    `kind` is `cpu` or `cuda`, and `meta` in a dry run; `torch_device` is what tensors are made on.
     """
 
     kind: str
@@ -167,9 +169,26 @@ def bf16_is_native() -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-@functools.cache
 def device() -> Device:
-    """The device of this process: the local rank's GPU if there is one, else the processor."""
+    """The device of this process: the local rank's GPU if there is one, else the processor; none in a dry run."""
+    return _pretended[-1] if _pretended else _found()
+
+
+_pretended: list[Device] = []
+
+
+@contextlib.contextmanager
+def without_device() -> Iterator[None]:
+    """Inside, tensors have shapes and types but no memory (torch's `meta` device)."""
+    _pretended.append(Device("meta", torch.device("meta")))
+    try:
+        yield
+    finally:
+        _pretended.pop()
+
+
+@functools.cache
+def _found() -> Device:
     if torch.cuda.is_available():
         # Some launchers show each process its own device only, as number 0.
         index = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0

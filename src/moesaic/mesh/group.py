@@ -85,7 +85,7 @@ class Group:
         if len(mine) == 1:
             return cls.single(name, me)
         handle = _connections[key]
-        return cls(name, mine, mine.index(me), handle, timeout_seconds, dist.get_backend(handle) == "nccl")
+        return cls(name, mine, mine.index(me), handle, timeout_seconds, dist.get_backend(handle) != "gloo")
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:

@@ -160,7 +160,7 @@ class Sharding:
     def _device_mesh(self, group: Group) -> tuple[DeviceMesh, Group]:
         """The mesh FSDP2 wants over a group, and the group over which parameters are spread."""
         if id(group) not in self._meshes:
-            kind = device().kind
+            kind = "cpu" if device().kind == "meta" else device().kind
             assert group.handle is not None
             if self._replicas == 1:
                 made = DeviceMesh.from_group(group.handle, kind, mesh_dim_names=(group.name,)), group
