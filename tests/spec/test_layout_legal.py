@@ -223,7 +223,6 @@ def test_options_that_no_degree_mends(tiny: Build, table: dict[str, Any], part: 
     ("table", "part"),
     [
         ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
-        ({"dispatcher": "hybridep"}, "layout.dispatcher 'hybridep' (hybridep) does not exist yet"),
         ({"dispatcher": "flex", "dispatcher_backend": "hybridep"}, "layout.dispatcher 'flex' (hybridep)"),
     ],
 )

@@ -18,7 +18,7 @@ import numpy as np
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 from .habits import MEGATRON, Habits
-from .rows import received_tokens, routed_rows, tokens_between, tokens_per_rank
+from .rows import layer_ep, received_tokens, routed_rows, tokens_between, tokens_per_rank
 from .sar import sar_rows
 from .workload import Columns, Floats, Precision, Workload
 
@@ -182,6 +182,7 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
             Kept("dispatch", "weight of each row", a * rows, moe_only),
             Kept("dispatch", "order and token of each row, int64", 2 * INT64 * rows, moe_only),
+            Kept("dispatch", "where each expert's rows end, int64", INT64 * experts / layer_ep(moe, columns), moe_only),
         ]
     if not habits.weight_before_down:
         kept.append(Kept("experts", "outputs, for the router's backward", a * hidden * rows, moe_only))

@@ -7,8 +7,10 @@ nobody refers to it any more.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -68,11 +70,12 @@ class Pool:
     def __init__(self) -> None:
         self._all: list[Tensor] = []
         self._most_in_use = 0
+        self._paused = False
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of `shape`, with `like`'s type and device."""
-        if like.device.type != "cpu" or _REFERENCES_WHEN_FREE is None:
+        if like.device.type != "cpu" or _REFERENCES_WHEN_FREE is None or self._paused:
             return like.new_empty(shape)
         size = math.prod(shape)
         with self._lock:
@@ -87,6 +90,17 @@ class Pool:
                 spare = {id(t) for t in free[: max(0, len(self._all) + 1 - self._most_in_use)]}
                 self._all = [t for t in self._all if id(t) not in spare] + [flat]
         return flat[:size].view(shape)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, every tensor is a fresh one and what was kept is given back: for who counts what is in use."""
+        with self._lock:
+            self._all.clear()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
 
 POOL = Pool()
