@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.mesh.device import device
 from moesaic.model.decoder import Decoder
 from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.layer import Layer
@@ -94,7 +95,7 @@ class Meter(TorchDispatchMode):
         self._parameters = [tensor for tensor in state.get("masters", ())] + list(decoder.parameters())
         for category, tensors in state.items():
             for tensor in tensors:
-                self._see(tensor, category)
+                self._see(tensor, "optimizer" if category == "masters" else category)
 
     def __enter__(self) -> Meter:
         """Count from here on. Experts take fresh memory meanwhile, so that what they keep has an end that shows."""
@@ -332,7 +333,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return None if tensor.is_meta else tensor.untyped_storage()
+    return tensor.untyped_storage() if tensor.device.type == device().kind else None
 
 
 @contextlib.contextmanager
