@@ -58,6 +58,12 @@ class DryRun:
         """Most bytes of tensors at once."""
         return max(peak.total for peak in self.peaks.values())
 
+    @property
+    def buffers(self) -> int:
+        """What is there at that moment beside state and kept activations: gradients on their way, gathered weights,
+        what a module or the optimizer works in."""
+        return self.peak - self.parameters - self.gradients - self.optimizer - self.activations
+
 
 def dry_run(
     run: RunSpec, spec: ModelSpec, layout: Layout, rank: int, imbalance: float = 1.0, ranks_per_node: int = 8
@@ -119,7 +125,7 @@ def dry_run(
                 mesh.pp.rank,
                 parameters=_bytes(parameters),
                 gradients=sum(_bytes([master.grad]) for master in masters if master.grad is not None),
-                optimizer=peaks["optimizer"].categories["optimizer"],
+                optimizer=_optimizer_bytes(parameters, masters, moments),
                 activations=max(peak.categories["activations"] for peak in peaks.values()),
                 kept={module: size // count for module, size in kept.items() if size},
                 peaks=peaks,
@@ -144,6 +150,13 @@ def enough_micro_batches(layout: Layout, global_batch: int) -> int:
 def _batch(rows: int, seq_len: int) -> Batch:
     ids, labels = (torch.empty(rows, seq_len, dtype=torch.int64, device="meta") for _ in range(2))
     return Batch(ids, labels, None, None, rows * seq_len, 0)
+
+
+def _optimizer_bytes(parameters: list[Tensor], masters: list[Tensor], moments: list[Tensor]) -> int:
+    """Masters that are no parameters themselves, and moments; not the few bytes that count updates."""
+    here = {id(tensor) for tensor in parameters}
+    own = [master for master in masters if id(master) not in here]
+    return _bytes(own) + _bytes([moment for moment in moments if moment.dim() or moment.numel() > 1])
 
 
 def _bytes(tensors: list[Tensor]) -> int:
