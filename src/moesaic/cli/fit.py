@@ -71,6 +71,7 @@ def fit(
     layout, _ = chosen_layout(run, model, size, min(node, size))
     imbalance = _IMBALANCE[routing]
     planned = stage_memory(workload(run, model, imbalance), layout, MOESAIC)
+    layout.dense_coords(rank)  # refuses a rank that is not there
     ranks = _of_every_stage(layout, rank) if all_stages else [rank]
     found = [dry_run(run, model, layout, each, imbalance, min(node, size)) for each in ranks]
     facts = [_facts(each, planned[each.stage], run, cluster) for each in found]
@@ -83,7 +84,6 @@ def fit(
 
 def _of_every_stage(layout: Layout, rank: int) -> list[int]:
     """The ranks of the pipeline that `rank` is in, first stage first."""
-    layout.dense_coords(rank)
     return next(list(group) for group in layout.groups("pp") if rank in group)
 
 
@@ -125,9 +125,10 @@ def _refuse(layout: Layout, facts: list[dict[str, Any]], cluster: ClusterSpec | 
         return
     sizes = {name: each["dry_run"] for name, each in worst["categories"].items() if name != "peak"}
     largest = max(sizes, key=lambda name: sizes[name])
+    way_out = _way_out(largest, layout)
     raise SpecError(
         f"rank {worst['rank']} needs {_gib(worst['needed'])} GiB and {cluster.gpu.name} has "
-        f"{_gib(cluster.gpu.memory_bytes)} GiB: its {largest} take {_gib(sizes[largest])} GiB. {_way_out(largest, layout)}"
+        f"{_gib(cluster.gpu.memory_bytes)} GiB: its {largest} take {_gib(sizes[largest])} GiB. {way_out}"
     )
 
 

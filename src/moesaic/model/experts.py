@@ -287,8 +287,9 @@ class Experts(nn.Module):
         )
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:
-        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one. A dry run
-        has no rows of single experts."""
+        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one.
+
+        A dry run has no rows of single experts."""
         _, hidden, width = self.down.shape
         if x_TD.is_meta:
             return True

@@ -8,6 +8,7 @@ allocate inside; the allocator, its gaps and its rounding; and the router's choi
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def workload(run: RunSpec, spec: ModelSpec, imbalance: float = 1.0) -> Workload:
 
 def enough_micro_batches(layout: Layout, global_batch: int) -> int:
     """The micro-batches of a step, or as many as it takes until a rank holds no more than before."""
-    enough = 2 * layout.pp + 2 if layout.virtual_stages == 1 else 3 * layout.pp
+    enough = layout.pp + 2 if layout.virtual_stages == 1 else 3 * layout.pp
     return min(layout.micro_batches(global_batch), enough)
 
 
@@ -185,7 +186,7 @@ def _one_of(rank: int, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
-    import torch.distributed._tools.fake_collectives  # registers collectives for tensors without memory
+    importlib.import_module("torch.distributed._tools.fake_collectives")  # for tensors without memory
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     # FSDP2 takes tensors without memory for weights that somebody forgot to fill.

@@ -12,10 +12,7 @@ from moesaic.cost.workload import Columns, Workload
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.moe import Moe
 from moesaic.spec.layout import Layout
-from moesaic.spec.model import ModelSpec, MoeSpec
-
-WORST = float("inf")
-"""Every choice of every token is on the rank that is looked at, as far as the router can do that."""
+from moesaic.spec.model import MoeSpec
 
 
 @dataclass(frozen=True)
