@@ -32,7 +32,7 @@ class ExchangeRoute:
         """The route of tokens that go to each rank of the group that `goes_Tn` names. Waits for other ranks' counts."""
         goes_nT = goes_Tn.t()
         # By rank, and for each rank in the order of tokens. A copy, since autograd keeps it and not the ranks.
-        tokens_N = goes_nT.nonzero()[:, 1].contiguous()
+        tokens_N = goes_nT.nonzero()[:, 1].clone()
         sent = goes_nT.sum(1).tolist()
         return cls(group, len(goes_Tn), tokens_N, sent, collectives.exchange_counts(sent, group))
 
