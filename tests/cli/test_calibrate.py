@@ -128,6 +128,7 @@ def _commands(leader: int) -> list[bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -146,6 +147,7 @@ def test_a_signal_leaves_no_process_and_no_file(tmp_path, how):
     assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith(("x.toml", ".x", "moesaic-"))]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_of_torchrun_measure_together(tmp_path):
     (tmp_path / "tmp").mkdir()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moesaic.cost.activations import layer_kept
 from moesaic.cost.habits import MOESAIC
 from moesaic.cost.workload import Columns, Workload
 from moesaic.model.decoder import Decoder
+from moesaic.model.expert_memory import Pool
 from moesaic.spec.layout import single
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
+from moesaic.spec.options import RECOMPUTE
 
 TOKENS = 128
 
@@ -37,44 +49,99 @@ KINDS = {
     "grouped queries, experts": LayerSpec(attention=grouped_query(), moe=mixture(shared=None)),
     "grouped queries, shared expert": LayerSpec(attention=grouped_query(), moe=mixture()),
     "normed queries, experts": LayerSpec(attention=grouped_query(qk_norm="head"), moe=mixture(shared=None)),
+    "grouped queries, gated shared expert": LayerSpec(
+        attention=grouped_query(), moe=mixture(shared_combine="sigmoid_gate")
+    ),
+    "grouped queries, two gates": LayerSpec(attention=grouped_query(), moe=mixture(shared_combine="learned")),
     "latent attention, dense": LayerSpec(attention=latent(), mlp=MlpSpec(width=96)),
     "latent attention, shared expert": LayerSpec(attention=latent(), moe=mixture()),
     "latent attention without a query rank": LayerSpec(attention=latent(q_rank=None), moe=mixture()),
 }
 
 
-def saved_bytes(layer: LayerSpec, layers: int) -> int:
-    """Bytes of distinct storages that autograd saves in a forward pass, parameters aside."""
-    torch.manual_seed(0)
-    model = Decoder(ModelSpec(name="t", family="moesaic", vocab=53, hidden=64, layers=(layer,) * layers))
-    model.init_weights(0)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    alive: list[torch.Tensor] = []
-    sizes: dict[int, int] = {}
+class Made(TorchDispatchMode):
+    """Remembers the storage of every tensor that an operation gives, without keeping it."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            alive.append(tensor)
-            # Expert rows stand in pooled memory with a little room, so a contiguous tensor counts by itself.
-            whole = tensor.numel() * tensor.itemsize if tensor.is_contiguous() else storage.nbytes()
-            sizes[storage.data_ptr()] = max(whole, sizes.get(storage.data_ptr(), 0))
-        return tensor
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    ids = torch.randint(0, 53, (1, TOKENS))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.loss(ids, ids.roll(-1, 1), step_tokens=TOKENS)
-    return sum(sizes.values())
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.found.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    def alive(self, known: set[int]) -> int:
+        """Bytes of the storages that are still there and not `known`."""
+        return sum(
+            size for address, (storage, size) in self.found.items() if address not in known and not storage.expired()
+        )
+
+
+@functools.cache
+def decoder(name: str, layers: int) -> Decoder:
+    made = Decoder(ModelSpec(name="t", family="moesaic", vocab=53, hidden=64, layers=(KINDS[name],) * layers))
+    made.init_weights(0)
+    return made
+
+
+def bytes_held(name: str, layers: int, words: Collection[str]) -> int:
+    """Bytes that a forward pass made and that are still there before its backward pass, whoever holds them."""
+    model = decoder(name, layers)
+    for layer in model.layers:
+        layer.recompute = frozenset(words)
+    known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    ids = torch.arange(TOKENS)[None] * 7 % 53
+    with pytest.MonkeyPatch.context() as patch, Made() as made:
+        # Not from a pool, whose memory has a little room.
+        patch.setattr(Pool, "take", lambda self, shape, like: like.new_empty(shape))
+        loss = model.loss(ids, ids.roll(-1, 1), step_tokens=TOKENS)
+    assert loss.total.requires_grad
+    return made.alive(known)
+
+
+def bytes_counted(name: str, words: Collection[str]) -> dict[tuple[str, str], float]:
+    """The rows of the planner's table for one layer."""
+    model = ModelSpec(name="t", family="moesaic", vocab=53, hidden=64, layers=(KINDS[name],))
+    columns = Columns.of([replace(single(model), recompute=tuple(word for word in RECOMPUTE if word in words))])
+    rows = layer_kept(model, KINDS[name], Workload(model, TOKENS, 1, precision="fp32"), columns, MOESAIC)
+    return {(row.module, row.tensor): float(row.left(columns)[0]) for row in rows}
+
+
+def check(name: str, words: Collection[str]) -> None:
+    held, counted = bytes_held(name, 2, words) - bytes_held(name, 1, words), bytes_counted(name, words)
+    assert held == sum(counted.values()), (name, words, {what: size for what, size in counted.items() if size})
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_one_layer_more_keeps_the_bytes_of_the_table(name: str) -> None:
-    layer = KINDS[name]
-    model = ModelSpec(name="t", family="moesaic", vocab=53, hidden=64, layers=(layer,))
-    columns = Columns.of([single(model)])
-    rows = layer_kept(model, layer, Workload(model, TOKENS, 1, precision="fp32"), columns, MOESAIC)
-    # Row numbers are integers that the operation holds itself, not through autograd.
-    counted = {(row.module, row.tensor): float(row.bytes[0]) for row in rows if "order and token" not in row.tensor}
-    measured = saved_bytes(layer, 3) - saved_bytes(layer, 2)
-    print(name, measured, "bytes saved,", sum(counted.values()), "counted:", counted)
-    assert measured == sum(counted.values())
+    check(name, ())
+
+
+SHORT = ("grouped queries, dense", "latent attention, shared expert")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in KINDS]
+)
+def test_recompute_drops_the_bytes_of_the_table(name: str) -> None:
+    for word in RECOMPUTE:
+        check(name, (word,))
+
+
+@pytest.mark.long
+@settings(max_examples=60)
+@given(st.sampled_from(list(KINDS)), st.sets(st.sampled_from(RECOMPUTE[:-1]), min_size=2))
+def test_so_does_any_set_of_words(name: str, words: set[str]) -> None:
+    check(name, words)
+
+
+def test_what_frees_memory_at_all() -> None:
+    plain = sum(bytes_counted("latent attention, shared expert", ()).values())
+    freed = {
+        word: plain - sum(bytes_counted("latent attention, shared expert", (word,)).values()) for word in RECOMPUTE
+    }
+    assert {word for word, size in freed.items() if size <= 0} == {"moe_act", "mlp", "loss"}

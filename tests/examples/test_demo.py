@@ -34,6 +34,7 @@ def test_the_demo_model_has_the_size_that_its_run_file_says():
     assert all(layer.moe.router.experts >= 8 for layer in spec.layers)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_demo_killed_twice_ends_as_the_undisturbed_one(tmp_path):

@@ -124,6 +124,7 @@ def test_torchrun_sh_says_what_it_needs(missing):
     assert ("usage" if missing == "arguments" else f"set {missing} to") in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_dry_run_trains_on_two_machines_of_two_processes():
     source = str(Path(moesaic.__file__).parents[1])

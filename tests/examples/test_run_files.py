@@ -41,9 +41,9 @@ def inside(work, monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", str(work / "cache"))
 
 
-def train(name: str) -> None:
+def train(name: str, *sets: str) -> None:
     assert main(["check", f"examples/{name}.toml"]) == 0
-    assert main(["train", f"examples/{name}.toml", *SHORT]) == 0
+    assert main(["train", f"examples/{name}.toml", *SHORT, *(each for key in sets for each in ("--set", key))]) == 0
 
 
 def first_and_last(name: str) -> tuple[float, float]:
@@ -53,7 +53,14 @@ def first_and_last(name: str) -> tuple[float, float]:
 
 def test_every_run_file_is_tried_here():
     names = {path.stem for path in (ROOT / "examples").glob("*.toml")}
-    assert names == {"demo", "mixtral-tiny", "deepseek-tiny", "finetune", "upcycle-dense", "upcycle"}
+    assert names == {
+        "demo", "mixtral-tiny", "deepseek-tiny", "finetune", "upcycle-dense", "upcycle", "long-context"
+    }  # fmt: skip
+
+
+def test_long_context_at_fewer_tokens():
+    """Its 32,768 tokens take minutes a step; `recompute` is as in the file."""
+    train("long-context", "train.seq_len=256", "model.num_hidden_layers=3")
 
 
 def test_deepseek_tiny():

@@ -233,6 +233,7 @@ def recompute_layers(decoder: Decoder) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "keys"),
     [

@@ -278,6 +278,7 @@ def test_a_missing_tensor_is_a_sentence(tmp_path):
         read(tmp_path / "step-1", wanted)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigkill_at_any_point_leaves_a_checkpoint_that_resumes_bit_for_bit(
     make_run, console, tmp_path, assert_same_run

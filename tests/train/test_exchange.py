@@ -177,6 +177,7 @@ print(json.dumps(peak() - before))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

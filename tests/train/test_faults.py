@@ -75,7 +75,8 @@ def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, pro
         assert any(f"rank {rank} was last heard of" in line for line in others)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
 def test_torchrun_starts_anew_from_the_last_checkpoint_and_ends_at_the_same_loss(processes, folder, undisturbed):
     rank, step, collective = drawn(processes, "kill")
     fault = f"kill {rank} {step} {collective}"
@@ -86,6 +87,7 @@ def test_torchrun_starts_anew_from_the_last_checkpoint_and_ends_at_the_same_loss
         assert re.search(r"Going on after step \d+ from", job.said())
 
 
+@pytest.mark.long
 def test_a_rank_killed_from_outside_at_any_time(folder, undisturbed):
     job = Job(folder, "outside", 2, *LAYOUTS[2], more=("--max-restarts", "1"))
     job.wait_for_step(random.randint(1, STEPS - 2))

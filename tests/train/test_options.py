@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.cost.options import choose_options
+from moesaic.cost.habits import MOESAIC
+from moesaic.cost.memory import memory
+from moesaic.cost.options import choose_options, recompute_sets
 from moesaic.cost.rates import Stack, rates_for
 from moesaic.cost.step import step_time
 from moesaic.cost.workload import Columns, Workload
@@ -76,3 +78,35 @@ def test_pricing_together_is_pricing_alone() -> None:
         time = step_time(work, Columns.of([alone]), cluster, rates_for(cluster, Stack("moesaic")))
         assert float(time.total[0]) == pytest.approx(option.step_seconds)
     assert choice.options
+
+
+@pytest.mark.parametrize("share", [0.35, 0.6, 0.9, 1.0])
+def test_the_set_to_recompute_is_the_fastest_that_fits(share: float) -> None:
+    """By brute force over all sets, each priced alone; `share` lies between the leanest set and keeping everything."""
+    asked = run({}, H100)
+    model = asked.model_spec()
+    plain = resolve_layout(asked.layout, model, WORLD, seq_len=4096, global_batch=64)
+    cluster, work = cluster_of(asked.cluster, WORLD), Workload(model, 4096, 64)
+    priced = {}
+    for recompute in recompute_sets(model):
+        columns = Columns.of([replace(plain, recompute=recompute)])
+        seconds = float(step_time(work, columns, cluster, rates_for(cluster, Stack("moesaic"))).total[0])
+        priced[recompute] = (seconds, float(memory(work, columns, MOESAIC).total[0]))
+    sizes = [size for _, size in priced.values()]
+    limit = min(sizes) + share * (max(sizes) - min(sizes))
+    best = min(time for time, size in priced.values() if size <= limit)
+    choice = choose_options(work, plain, cluster, [plain.dispatcher], [()], list(priced), limit)
+    assert priced[choice.layout.recompute][1] <= limit
+    assert priced[choice.layout.recompute][0] == pytest.approx(best)
+    lines = choice.recomputes()
+    assert sum("chosen" in line for line in lines) == 1 and len(lines) <= 9
+    with pytest.raises(SpecError, match="full, the leanest, a rank needs"):
+        choose_options(work, plain, cluster, [plain.dispatcher], [()], list(priced), min(sizes) - 1)
+
+
+def test_every_set_to_recompute_is_listed_once() -> None:
+    """A mixture has norms, attention, activations and mixtures to recompute: 8 sets of the first three, 4 with whole
+    mixtures in their place, and whole layers."""
+    sets = recompute_sets(run({}).model_spec())
+    assert len(sets) == len(set(sets)) == 8 + 4 + 1
+    assert sets[0] == () and sets[-1] == ("full",)

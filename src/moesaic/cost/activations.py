@@ -90,7 +90,13 @@ def attention_kept(
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
-    outputs = np.where((columns.cp > 1) & np.logical_not(columns.ring), 2, 1)
+    core = ("core_attn",) if habits.drops_core else ()
+    gathered, ulysses = gathered_tokens(own, columns, habits), (columns.cp > 1) & np.logical_not(columns.ring)
+    alone = gathered == 0
+    # A padded output is the core's, and ulysses sends it on without the padding. A ring works unpadded.
+    padded = habits.padded_values and attention.v_head_dim < attention.head_dim
+    once = a * out * tokens * np.where(ulysses & padded, 0, 1)
+    travelled = a * out * tokens * ulysses
     kept = [
         Kept("residual", "layer input, read by the first norm", a * hidden * own, always=True),
         Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * own),
@@ -101,12 +107,16 @@ def attention_kept(
         # Two down projections read the norm: one tensor in bf16, a quantised copy for each otherwise.
         copies = 1 if q == a else 2
         latents = rank + kv_rank + (attention.rope_dim or 0)
-        value = attention.head_dim if habits.padded_values else attention.v_head_dim
+        value = np.where(columns.ring | (not padded), attention.v_head_dim, attention.head_dim)
+        # Ulysses' values arrive in one tensor with queries and keys, beside their padded copy.
+        value = value + (attention.v_head_dim * ulysses if padded else 0)
         joined = heads * (2 * attention.head_dim + value)
+        wide = (rank or hidden) + kv_rank + (attention.rope_dim or 0)
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
-            Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own, up),
+            Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own * alone, up),
+            Kept("latents", "what was gathered for the up projections", a * wide * gathered),
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
         ]
@@ -115,7 +125,8 @@ def attention_kept(
         kv = np.maximum(attention.kv_heads, parts) * (attention.head_dim + attention.v_head_dim)
         label = () if habits.fused_norms else ("layernorm",)
         kept += [
-            Kept("norms", "first norm's output", q * hidden * own, label),
+            Kept("norms", "first norm's output", q * hidden * own * alone, label),
+            Kept("norms", "first norm's output, gathered", q * hidden * gathered),
             Kept("qkv", "queries, keys and values, rotated", a * (heads * attention.head_dim + kv) * tokens),
         ]
         if attention.qk_norm != "none":
@@ -123,10 +134,16 @@ def attention_kept(
             norms = 2 if attention.qk_norm == "full" else attention.heads + attention.kv_heads
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
             kept.append(Kept("qkv", "statistics of those norms", FP32 * norms * tokens))
-    if habits.padded_values and attention.v_head_dim < attention.head_dim:
-        kept.append(Kept("attention", "core's padded output", a * heads * attention.head_dim * tokens))
+    if padded:
+        width = np.where(columns.ring, 0, heads * attention.head_dim)
+        kept.append(Kept("attention", "core's padded output", a * width * tokens, core))
+    if habits.drops_core:
+        # What has travelled stays.
+        kept.append(Kept("attention", "core's output", once, core))
+        kept.append(Kept("attention", "what travelled of it, read by the output projection", travelled))
+    else:
+        kept.append(Kept("attention", "core's output, read by the output projection", once + travelled))
     kept += [
-        Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens),
         Kept("residual", "input of the second norm", a * hidden * own),
     ]
     if habits.flash:
@@ -143,9 +160,11 @@ def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits
     """A dense feed-forward block with the norm before it."""
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     own = tokens_between(work, columns, habits)
+    gathered = gathered_tokens(own, columns, habits)
     norm = ("mlp",) if habits.fused_norms else ("layernorm",)
     return [
-        Kept("norms", "second norm's output", q * hidden * own, norm),
+        Kept("norms", "second norm's output", q * hidden * own * (gathered == 0), norm),
+        Kept("norms", "second norm's output, gathered", q * hidden * gathered),
         Kept("mlp", "first matmul's output", a * first_width(mlp) * tokens, ("mlp",)),
         Kept("mlp", "activation, read by the second matmul", q * mlp.width * tokens, ("mlp",)),
     ]
@@ -177,11 +196,14 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     else:
         chosen = (FP32 * experts + INT64 * moe.router.top_k) * tokens
         brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
+        sent = received_tokens(moe, work, columns) / columns.etp
+        route = np.where(columns.dispatches("alltoall") & (columns.ep > 1), INT64 * (2 * sent + tokens + 1), 0.0)
         kept += [
             Kept("router", "fp32 scores and the choices, int64", chosen, moe_only),
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
             Kept("dispatch", "weight of each row", a * rows, moe_only),
             Kept("dispatch", "order and token of each row, int64", 2 * INT64 * rows, moe_only),
+            Kept("dispatch", "tokens sent, their order and ends, int64", route, moe_only),
             Kept("dispatch", "where each expert's rows end, int64", INT64 * experts / layer_ep(moe, columns), moe_only),
         ]
     if not habits.weight_before_down:
@@ -195,8 +217,15 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("shared_experts", "first matmul's output", a * first_width(moe.shared) * tokens, shared),
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
         ]
+        gathered = q * hidden * gathered_tokens(tokens, columns, habits)
+        kept.append(Kept("shared_experts", "gathered input", gathered, moe_only))
         if moe.shared_combine != "sum":
-            kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, shared))
+            label = moe_only if habits.drops_core else shared
+            kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
+            if not habits.rows:
+                shares = 1 if moe.shared_combine == "sigmoid_gate" else 2 + hidden
+                what = "gates, and where there are two, the routed experts' sum"
+                kept.append(Kept("shared_experts", what, a * shares * tokens, moe_only))
     return kept
 
 
@@ -213,6 +242,9 @@ def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits 
 def head_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """The final norm and the head's input; logits are counted apart."""
     tokens, a = tokens_between(work, columns, habits), value_bytes(work.precision)
+    if habits.loss == "chunks":
+        # The loss keeps gradients, not the norm's output: see `memory`.
+        return [Kept("head", "input and statistic of the final norm", (a * model.hidden + FP32) * tokens, always=True)]
     return [Kept("head", "input and output of the final norm", 2 * a * model.hidden * tokens, always=True)]
 
 
@@ -222,6 +254,12 @@ def logits_bytes(vocabulary: Floats, work: Workload, columns: Columns, habits: H
     if habits.loss == "chunks":
         return np.minimum(habits.chunk, FP32 * values)
     return (a + FP32 if habits.loss == "fp32" and a < FP32 else a) * values
+
+
+def gathered_tokens(own: Floats, columns: Columns, habits: Habits) -> Floats:
+    """Tokens of whose gathered matmul inputs a rank keeps a copy: its tensor group's where backward does not gather
+    them again, else none. No recompute label drops it, for making it again would communicate."""
+    return np.zeros_like(own) if habits.gathers_again else np.where(columns.tp > 1, own * columns.tp, 0.0)
 
 
 def first_width(mlp: MlpSpec) -> int:

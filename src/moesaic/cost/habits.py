@@ -39,8 +39,14 @@ class Habits:
     of `layernorm` then leaves their outputs. (Latent attention and experts have norms of their own.)"""
     sequence_parallel: bool = True
     """Between modules a tensor group shares out its tokens. Else each of its ranks keeps all of them there."""
+    gathers_again: bool = True
+    """Backward gathers the input of matmuls cut by tp again. Else a rank keeps it gathered, that of all its group's
+    tokens."""
     flash: bool = True
     """The attention core never stores its scores. Else it keeps their softmax, S values per head and token."""
+    drops_core: bool = False
+    """Recompute of `core_attn` drops the core's output as well as its log-sums, which the core's backward reads too;
+    and an expert block's gated output is dropped by `moe` alone, since making it again would communicate."""
     dropout: bool = False
     """Dropout above 0 after attention and after the block, and in the core where it is not a flash kernel: one byte of
     mask per value, and in the core its output. Recipes of this decade train without."""
@@ -74,6 +80,8 @@ MOESAIC = Habits(
     rows=False,
     padded_values=True,
     fused_norms=False,
+    gathers_again=False,
+    drops_core=True,
     placeholders=False,
     quantized_weights=False,
     vocabulary_multiple=1,

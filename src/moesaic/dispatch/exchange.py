@@ -37,7 +37,8 @@ class ExchangeRoute:
             tokens_N = goes_Tn.new_empty(sum(sent), dtype=torch.int64)
             return cls(group, len(goes_Tn), tokens_N, sent, received)
         goes_nT = goes_Tn.t()
-        tokens_N = goes_nT.nonzero()[:, 1]  # by rank, and for each rank in the order of tokens
+        # By rank, and for each rank in the order of tokens. A copy, since autograd keeps it and not the ranks.
+        tokens_N = goes_nT.nonzero()[:, 1].clone()
         sent = goes_nT.sum(1).tolist()
         return cls(group, len(goes_Tn), tokens_N, sent, collectives.exchange_counts(sent, group))
 

@@ -100,7 +100,9 @@ class Dispatcher(ABC):
 
         def finish() -> Dispatched:
             rows_RD, weights_RK = _Finish.apply(leg, token)
-            return Dispatched(rows_RD, leg.ids_RK, weights_RK, leg.route)
+            ids_RK, leg.ids_RK = leg.ids_RK, None  # autograd keeps the leg, and need not keep these
+            assert ids_RK is not None
+            return Dispatched(rows_RD, ids_RK, weights_RK, leg.route)
 
         return PendingDispatch(finish)
 
@@ -154,7 +156,7 @@ class _Leg(ABC):
 
 
 class _DispatchLeg(_Leg):
-    ids_RK: Tensor
+    ids_RK: Tensor | None
 
     def __init__(self, route: Route, ids_TK: Tensor, first: int, experts: int) -> None:
         self.route, self.first, self.experts = route, first, experts

@@ -192,8 +192,10 @@ def _sum(parts: Tensor) -> Tensor:
     """Sum over the first dimension in order, in fp32 for narrower floats."""
     if parts.dtype in (torch.bfloat16, torch.float16):
         return parts.sum(0, dtype=torch.float32).to(parts.dtype)
-    total = parts[0]
-    for part in parts[1:]:
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] + parts[1]  # not in place: what keeps the sum should not hold all parts
+    for part in parts[2:]:
         total += part
     return total
 

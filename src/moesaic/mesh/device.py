@@ -92,6 +92,26 @@ class Device:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
+    def allocator_peak_bytes(self) -> int | None:
+        """Most bytes of tensors at once since `restart_peak`, as the device's allocator counts; None on a CPU."""
+        return self.peak_memory_bytes() if self.kind == "cuda" else None
+
+    def restart_peak(self) -> None:
+        """Begin to look for the allocator's peak anew."""
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def total_memory_bytes(self) -> int | None:
+        """Bytes that there are in all, for this process: the device's, or main memory within the limit that the
+        process has been given; None where the system does not say."""
+        if self.kind == "cuda":
+            return int(torch.cuda.mem_get_info(self.torch_device)[1])
+        limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        found = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+        with contextlib.suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return min(found, default=None)
+
     def free_memory_bytes(self) -> int | None:
         """Bytes that new tensors could still take; None where the system does not say."""
         if self.kind == "cuda":

@@ -76,8 +76,8 @@ class Attention(nn.Module):
             positions = sequences.part_positions[:, :, None, None]
             steps = torch.floor((positions.float() + 1) / spec.temperature.floor_positions)
             q = (q * (1 + spec.temperature.scale * torch.log1p(steps))).to(q.dtype)
-        out_THd = attend_spread(q.flatten(0, 1), k.flatten(0, 1), v, sequences, spec, self.mesh, self.sinks)
-        return self.o(out_THd.flatten(1), sequences.batch)
+        out_TO = attend_spread(q.flatten(0, 1), k.flatten(0, 1), v, sequences, spec, self.mesh, self.sinks)
+        return self.o(out_TO, sequences.batch)
 
     def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.qk_norm == "head":

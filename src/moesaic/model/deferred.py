@@ -120,6 +120,11 @@ def deferring(queue: WeightGradients | None) -> Iterator[None]:
         _active.queue = before
 
 
+def active_queue() -> WeightGradients | None:
+    """Where forward on this thread leaves weight gradients now."""
+    return _active.queue
+
+
 def hide_from_autograd(x: Tensor, *parameters: Tensor | None) -> tuple[Later | None, Leaves]:
     """For an autograd function of `x` and `parameters`: where to leave the parameters' gradients, or None where its
     backward must give them; and the parameters to apply it to, detached where their gradients are left, because

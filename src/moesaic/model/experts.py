@@ -102,7 +102,7 @@ class _ExpertByExpert(torch.autograd.Function):
         dtype = compute_dtype(x_TD)
         parts: PartGradients = ctx.parts
         _, _, _, wants_weights, *wanted, _, _, _ = ctx.needs_input_grad
-        into, in_place = parts.into(lambda: _gradients(module, parameters, wanted))
+        into, in_place = parts.into(lambda: _gradients(module, module.own_parameters(), wanted))
         filled = _filled(module, into)
         if not module.adds_down_bias:
             parameters[-1] = None
@@ -280,11 +280,15 @@ class Experts(nn.Module):
         without tokens get a zero gradient. Calls with the same `parts` add their weight gradients to one tensor.
         """
         function = GroupedExperts if self.uses_grouped_products(x_TD) else _ExpertByExpert
-        up, up_bias = self.get_parameter(self.up_name), getattr(self, self.up_name + "_bias")
-        later, parameters = hide_from_autograd(x_TD, up, self.down, up_bias, self.down_bias)
+        later, parameters = hide_from_autograd(x_TD, *self.own_parameters())
         return function.apply(  # type: ignore[no-any-return]
             self, x_TD, ids_TK, weights_TK, *parameters, torch.is_grad_enabled(), later, parts
         )
+
+    def own_parameters(self) -> tuple[Tensor | None, ...]:
+        """Up, down and their biases, as they are now: not copies, so that they have their `.grad`."""
+        up_bias = getattr(self, self.up_name + "_bias")
+        return self.get_parameter(self.up_name), self.down, up_bias, self.down_bias
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:
         """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moesaic.model.recompute import on_second_pass
 from moesaic.model.router import Router, Routing
 from moesaic.model.sequences import Sequences
 from moesaic.spec.errors import MoesaicError
@@ -40,6 +41,25 @@ class Sink(Protocol):
         ...
 
 
+class _Tokens:
+    """The tokens of one micro-batch: `sequences_B` by number in the step, and their places `places_S` that are here."""
+
+    def __init__(self, sequences_B: Tensor, places_S: Tensor) -> None:
+        self._where = sequences_B, places_S
+        self.index_T: Tensor | None = None
+        """Numbers of the tokens in the step, once somebody needed them."""
+
+    def seen(self, count: int) -> tuple[Tensor, Tensor]:
+        """Sequences and places, for a router that sees `count` tokens."""
+        sequences_B, places_S = self._where
+        if len(sequences_B) * len(places_S) != count:
+            raise MoesaicError(
+                f"a router sees {count} tokens, but {len(sequences_B)} sequences with {len(places_S)} places each were "
+                f"announced."
+            )
+        return sequences_B, places_S
+
+
 class Forced:
     """What chooses in place of the routers of this process, or records what they choose.
 
@@ -62,9 +82,8 @@ class Forced:
         self.routers = routers
         self.step = 0
         self._seq_len, self._source, self._sink = seq_len, source, sink
-        self._tokens: tuple[Tensor, Tensor] | None = None
-        self._index_T: Tensor | None = None
-        self._choosers: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._tokens: _Tokens | None = None
+        self._choosers: dict[int, Callable[[_Tokens, Tensor], Tensor]] = {}
         for layer, router in routers:
             if source is not None:
                 self._choosers[layer] = partial(self._replayed, layer)
@@ -72,7 +91,7 @@ class Forced:
                 self._choosers[layer] = partial(self._even, layer, router)
             elif mode == "skew":
                 bias_E = skew_bias(router.spec.experts, std, seed, layer).to(router.weight.device)
-                self._choosers[layer] = partial(skewed, router, bias_E)
+                self._choosers[layer] = partial(_skewed, router, bias_E)
             if sink is not None:
                 router.register_forward_hook(partial(self._record, layer))
 
@@ -83,11 +102,11 @@ class Forced:
     def set_tokens(self, sequences_B: Tensor, places_S: Tensor) -> None:
         """The routers are about to see the tokens at `places_S` (0 … seq_len − 1) of the sequences `sequences_B` (their
         numbers in the step, 0 … global_batch − 1), row after row. To be called before each forward pass of a
-        micro-batch, and before it is run again for its gradients."""
-        self._tokens = (sequences_B, places_S)
-        self._index_T = None
+        micro-batch; where it is run again for its gradients, routers remember how they chose."""
+        self._tokens = tokens = _Tokens(sequences_B, places_S)
         for layer, router in self.routers:
-            router.choose = self._choosers.get(layer)
+            chooser = self._choosers.get(layer)
+            router.choose = None if chooser is None else partial(chooser, tokens)
 
     def see(self, first: int, sequences: Sequences) -> None:
         """As `set_tokens`, for whole rows, the first of them number `first` in the step: their places that are here."""
@@ -96,7 +115,7 @@ class Forced:
 
     def clear_tokens(self) -> None:
         """What the routers see from here on is not part of a training step."""
-        self._tokens = self._index_T = None
+        self._tokens = None
         for _, router in self.routers:
             router.choose = None
 
@@ -106,36 +125,26 @@ class Forced:
         if self._sink is not None:
             self._sink.finish(self.step)
 
-    def _seen(self, count: int) -> tuple[Tensor, Tensor]:
-        assert self._tokens is not None
-        sequences_B, places_S = self._tokens
-        if len(sequences_B) * len(places_S) != count:
-            raise MoesaicError(
-                f"a router sees {count} tokens, but {len(sequences_B)} sequences with {len(places_S)} places each were "
-                f"announced."
-            )
-        return sequences_B, places_S
-
-    def _even(self, layer: int, router: Router, choice_TE: Tensor) -> Tensor:
-        if self._index_T is None:
-            sequences_B, places_S = self._seen(len(choice_TE))
+    def _even(self, layer: int, router: Router, tokens: _Tokens, choice_TE: Tensor) -> Tensor:
+        if tokens.index_T is None:
+            sequences_B, places_S = tokens.seen(len(choice_TE))
             where = choice_TE.device
             index_BS = sequences_B.to(where)[:, None] * self._seq_len + places_S.to(where)[None, :]
-            self._index_T = index_BS.flatten()
-        return even(self._index_T, router.spec.experts, router.spec.top_k, shift=layer + self.step)
+            tokens.index_T = index_BS.flatten()
+        return even(tokens.index_T, router.spec.experts, router.spec.top_k, shift=layer + self.step)
 
-    def _replayed(self, layer: int, choice_TE: Tensor) -> Tensor:
+    def _replayed(self, layer: int, tokens: _Tokens, choice_TE: Tensor) -> Tensor:
         assert self._source is not None
-        sequences_B, places_S = self._seen(len(choice_TE))
+        sequences_B, places_S = tokens.seen(len(choice_TE))
         ids_BSK = self._source.read(self.step, layer, sequences_B, places_S)
         return ids_BSK.flatten(0, 1).to(choice_TE.device)
 
     def _record(self, layer: int, router: Any, inputs: Any, routing: Routing) -> None:
-        # A pass that is run again for its gradients writes the same once more.
-        if self._tokens is None or not router.training:
+        # What is run again for its gradients has been written, and other tokens may have been announced since.
+        if self._tokens is None or not router.training or on_second_pass():
             return
         assert self._sink is not None
-        sequences_B, places_S = self._seen(len(routing.ids_TK))
+        sequences_B, places_S = self._tokens.seen(len(routing.ids_TK))
         ids_BSK = routing.ids_TK.unflatten(0, (len(sequences_B), len(places_S)))
         self._sink.write(self.step, layer, sequences_B, places_S, ids_BSK)
 
@@ -157,6 +166,10 @@ def skew_bias(experts: int, std: float, seed: int, layer: int) -> Tensor:
     """The bias [E] of a layer's experts, normal with standard deviation `std`, in logits."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
     return std * torch.randn(experts, generator=generator)
+
+
+def _skewed(router: Router, bias_E: Tensor, tokens: _Tokens, choice_TE: Tensor) -> Tensor:
+    return skewed(router, bias_E, choice_TE)
 
 
 @torch.no_grad()

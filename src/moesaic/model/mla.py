@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm
+from moesaic.model.recompute import droppable, droppable_output
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
 from moesaic.model.spread import attend_spread
@@ -54,15 +58,23 @@ class LatentAttention(nn.Module):
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D] of own tokens to [T, D]."""
         spec, tp = self.spec, self.mesh.tp
-        rows = (sequences.batch, sequences.part_length)
         # Queries come from this; where there is no query latent, from the input itself.
-        source = x_TD if spec.q_rank is None else self.q_a_norm(self.q_a(x_TD))
+        source = x_TD
+        if spec.q_rank is not None:
+            source = droppable_output("mla_up_proj", self.q_a_norm, self.q_a(x_TD))
         latent, k_rope = self.kv_a(x_TD).split((self.kv_rank, self.rope_dim), dim=-1)
-        latent = self.kv_a_norm(latent)
+        latent = droppable_output("mla_up_proj", self.kv_a_norm, latent)
         if tp.size > 1:
             widths = (source.shape[1], self.kv_rank, self.rope_dim)
             joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
             source, latent, k_rope = joined.split(widths, dim=-1)
+        q, k, v = droppable("mla_up_proj", partial(self._up, sequences=sequences), source, latent, k_rope)
+        out_TO = attend_spread(q, k, v, sequences, spec, self.mesh)
+        return self.o(out_TO, sequences.batch)
+
+    def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+        """Queries [T, H, d], keys [T, H, d] and values [T, H, dv] from what the tensor group's tokens are reduced to."""
+        spec, rows = self.spec, (sequences.batch, sequences.part_length)
         q = self.q(source) if spec.q_rank is None else self.q_b(source)
         q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)
         kv = self.kv_b(latent).view(*rows, self.heads, self.nope_dim + spec.v_head_dim)
@@ -73,5 +85,7 @@ class LatentAttention(nn.Module):
             q = rotate(q, cos, sin, spec.rope.interleaved, offset=self.nope_dim)
             k_rope = rotate(k_rope, cos, sin, spec.rope.interleaved)
         k = torch.cat((k_nope, k_rope.expand(*rows, self.heads, self.rope_dim)), dim=-1)
-        out_THd = attend_spread(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sequences, spec, self.mesh)
-        return self.o(out_THd.flatten(1), sequences.batch)
+        if self.mesh.cp.size == 1 and spec.v_head_dim < spec.head_dim:
+            # As the attention core would, but here, where it can be dropped with the rest.
+            v = F.pad(v, (0, spec.head_dim - spec.v_head_dim))
+        return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)

@@ -11,6 +11,7 @@ from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.group import Group
 from moesaic.model.activations import activate, activate_backward
 from moesaic.model.linear import ALONE, Linear, LinearToTokens
+from moesaic.model.recompute import droppable
 from moesaic.spec.model import Activation, MlpSpec
 
 
@@ -53,6 +54,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.spec = spec
         self.tp = tp
+        self.recompute_word = "mlp"
         if spec.gated:
             self.gate_up = Linear(hidden, 2 * spec.width, spec.bias, dtype=dtype, device=device, split=tp, segments=2)
         else:
@@ -62,6 +64,9 @@ class Mlp(nn.Module):
     def forward(self, x_TD: Tensor, batch: int = 1) -> Tensor:
         """x [T, D], `batch` rows of own tokens, to [T, D]."""
         x_TD = gather_tokens(x_TD, self.tp, batch)
+        return self.down(droppable(self.recompute_word, self._activation, x_TD), batch)
+
+    def _activation(self, x_TD: Tensor) -> Tensor:
+        """The second product's input [T, F]."""
         h_TG = self.gate_up(x_TD) if self.spec.gated else self.up(x_TD)
-        a_TF: Tensor = _Activate.apply(h_TG, self.spec.activation, self.spec.gated)
-        return self.down(a_TF, batch)
+        return _Activate.apply(h_TG, self.spec.activation, self.spec.gated)  # type: ignore[no-any-return]

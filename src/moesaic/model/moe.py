@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.experts import Experts
 from moesaic.model.linear import Linear
 from moesaic.model.mlp import Mlp
+from moesaic.model.recompute import again
 from moesaic.model.router import Router, Routing
 from moesaic.spec.model import MoeSpec
 
@@ -42,6 +45,8 @@ class Moe(nn.Module):
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
         self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)
+        if self.shared is not None:
+            self.shared.recompute_word = "shared_experts"
         self.shared_gate = None
         if self.shared is not None and spec.shared_combine != "sum":
             learned = spec.shared_combine == "learned"
@@ -49,6 +54,10 @@ class Moe(nn.Module):
 
     def forward(self, x_TD: Tensor, batch: int = 1) -> tuple[Tensor, Routing]:
         """x [T, D] of own tokens, `batch` rows, to y [T, D] and the routing that led there."""
+        y_TD, *parts = again("moe", partial(self._run, batch=batch), x_TD)
+        return y_TD, Routing(*parts)
+
+    def _run(self, x_TD: Tensor, batch: int) -> tuple[Tensor, ...]:
         routing = self.router(x_TD)
         start = self.dispatcher.start_parts if self.in_parts else self._start_whole
         sent = start(x_TD, routing.ids_TK, routing.weights_TK)
@@ -61,14 +70,14 @@ class Moe(nn.Module):
             back.append(self.dispatcher.start_combine(y_RD, here.handle))
         y_TD = self.dispatcher.finish_parts(back)
         if shared_TD is None:
-            return y_TD, routing
+            return y_TD, *routing
         if self.shared_gate is None:
-            return y_TD + shared_TD, routing
+            return y_TD + shared_TD, *routing
         gate = self.shared_gate(x_TD)
         if self.spec.shared_combine == "sigmoid_gate":
-            return torch.addcmul(y_TD, gate.sigmoid(), shared_TD), routing
+            return torch.addcmul(y_TD, gate.sigmoid(), shared_TD), *routing
         share = gate.softmax(-1)
-        return y_TD * share[:, :1] + shared_TD * share[:, 1:], routing
+        return y_TD * share[:, :1] + shared_TD * share[:, 1:], *routing
 
     def _start_whole(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[PendingDispatch]:
         return [self.dispatcher.start_dispatch(x_TD, ids_TK, weights_TK)]

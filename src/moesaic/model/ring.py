@@ -49,7 +49,8 @@ def attend_in_ring(
             f"{q_THd.shape[0]} tokens on each of {group.size} ranks, but the plan is for {plan.batch} rows with "
             f"{plan.length} tokens each on {plan.size} ranks."
         )
-    return _Ring.apply(q_THd, k_TGd, v_TGd, sinks, plan, group, scale)  # type: ignore[no-any-return]
+    # Values cut out of a wider projection would keep all of it for backward.
+    return _Ring.apply(q_THd, k_TGd, v_TGd.contiguous(), sinks, plan, group, scale)  # type: ignore[no-any-return]
 
 
 class _Ring(torch.autograd.Function):

@@ -12,8 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.model.recompute import remembered, same_noise
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import RouterSpec
+
+
+Choose = Callable[[Tensor], Tensor]
+"""Expert ids [T, K] from choice scores [T, E]."""
 
 
 class Routing(NamedTuple):
@@ -50,7 +55,7 @@ class Router(nn.Module):
         self.register_buffer("select_bias", None)
         if spec.select_bias:
             self.enable_select_bias()
-        self.choose: Callable[[Tensor], Tensor] | None = None
+        self.choose: Choose | None = None
 
     def enable_select_bias(self) -> None:
         """Give the router a selection bias of zeros if it has none, for balancing without an auxiliary loss."""
@@ -60,13 +65,15 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Routing:
         """x [T, D] to the routing of its T tokens."""
+        choose = remembered(lambda: self.choose)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide), bias)
         if self.spec.score == "sparsemixer":
-            ids_TK, weights_TK = sparsemixer(logits_TE, self.spec.top_k, self.spec.jitter, self.training, self.choose)
+            with same_noise():
+                ids_TK, weights_TK = sparsemixer(logits_TE, self.spec.top_k, self.spec.jitter, self.training, choose)
         else:
-            ids_TK, weights_TK = self._score_and_pick(logits_TE)
+            ids_TK, weights_TK = self._score_and_pick(logits_TE, choose)
         if self.spec.norm:
             total = weights_TK.sum(-1, keepdim=True)
             if self.spec.norm_eps:
@@ -78,20 +85,20 @@ class Router(nn.Module):
             weights_TK = weights_TK * self.spec.scale
         return Routing(ids_TK, weights_TK, logits_TE)
 
-    def _score_and_pick(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def _score_and_pick(self, logits_TE: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor]:
         if self.spec.when == "post":
-            ids_TK = self._pick(logits_TE.detach())
+            ids_TK = self._pick(logits_TE.detach(), choose)
             return ids_TK, _score(self.spec.score, logits_TE.gather(1, ids_TK))
         scores_TE = _score(self.spec.score, logits_TE)
-        ids_TK = self._pick(scores_TE.detach())
+        ids_TK = self._pick(scores_TE.detach(), choose)
         return ids_TK, scores_TE.gather(1, ids_TK)
 
-    def _pick(self, choice_TE: Tensor) -> Tensor:
+    def _pick(self, choice_TE: Tensor, choose: Choose | None) -> Tensor:
         """The K best experts by score plus selection bias, within the best groups."""
         if self.select_bias is not None:
             choice_TE = choice_TE + self.select_bias
-        if self.choose is not None:
-            return self.choose(choice_TE)
+        if choose is not None:
+            return choose(choice_TE)
         if self.spec.groups > 1:
             choice_TE = self.keep_groups(choice_TE)
         return choice_TE.topk(self.spec.top_k, dim=-1).indices

@@ -13,26 +13,46 @@ from moesaic.mesh.autograd import all_to_all
 from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.attend import attend
+from moesaic.model.recompute import droppable
 from moesaic.model.ring import attend_in_ring
 from moesaic.model.sequences import Sequences
 from moesaic.spec.model import AttentionSpec
 
 
 def attend_spread(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, spec: AttentionSpec, mesh: Mesh, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    spec: AttentionSpec,
+    mesh: Mesh,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, d], k [T, G, d], v [T, G, dv] of the context part's T = B · S/cp tokens to [T, H, dv].
+    """q [T, H, d], k [T, G, d], v [T, G, dv] of the context part's T = B · S/cp tokens to [T, H · dv].
 
     H and G are this rank's heads under tensor parallelism; `sinks` [H].
     """
     group = mesh.cp
     if group.size == 1:
         segments = sequences.segments(spec.chunk)
-        return attend(q, k, v, segments, scale=spec.scale, window=spec.window, sinks=sinks)
+        return _attend(q, k, v, segments, spec, sinks)
     if mesh.cp_kind == "ring":
         plan = sequences.ring_plan(spec.chunk, spec.window)
-        return attend_in_ring(q, k, v, plan, group, scale=spec.scale, sinks=sinks)
+        return attend_in_ring(q, k, v, plan, group, scale=spec.scale, sinks=sinks).flatten(1)
     return _ulysses(q, k, v, sequences, spec, group, sinks)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, segments: tuple[int, ...], spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """The attention core, [T, H · dv]. Wider values than the model's are filled up, and cut here."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        sink = sinks[0] if sinks else None
+        out = attend(q, k, v, segments, scale=spec.scale, window=spec.window, sinks=sink)
+        return out[..., : spec.v_head_dim].flatten(1)
+
+    return droppable("core_attn", core, q, k, v, *(() if sinks is None else (sinks,)))  # type: ignore[no-any-return]
 
 
 def _ulysses(
@@ -53,11 +73,11 @@ def _ulysses(
     if sinks is not None:
         sinks = sinks.unflatten(0, (n, heads))[group.rank]
     segments = sequences.segments(spec.chunk)
-    out = attend(q, k, v, segments, scale=spec.scale, window=spec.window, sinks=sinks).flatten(1)
+    out = _attend(q, k, v, segments, spec, sinks)
     parts = out.unflatten(0, (batch, n, -1)).transpose(0, 1).flatten(0, 2)
     tokens = len(out) // n
     back = all_to_all(parts, group, [tokens] * n, [tokens] * n, "head all-to-all")
-    return back.unflatten(0, (n, tokens)).unflatten(2, (heads, -1)).transpose(0, 1).flatten(1, 2)
+    return back.unflatten(0, (n, tokens)).unflatten(2, (heads, -1)).transpose(0, 1).flatten(1, 3)
 
 
 def _exchange(by_rank_nTW: Tensor, group: Group, batch: int) -> Tensor:

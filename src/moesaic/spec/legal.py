@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .model import ModelSpec
-from .options import OVERLAP, words, words_rules
+from .options import OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words, words_rules
 from .stages import Stage, default_stages, expand, parse_stages
 from .tables import LayoutTable
 
@@ -152,6 +152,11 @@ def option_rules(table: LayoutTable) -> Iterator[str]:
             f'gradients when backward ends, before zero_bubble has made them: use sharding "none" or another schedule'
         )
     yield from _overlap_rules(table)
+    if "core_attn" in words(table.recompute, RECOMPUTE, RECOMPUTE_SETS) and table.cp > 1 and table.cp_kind == "ring":
+        yield (
+            'layout.recompute has "core_attn" and layout.cp_kind is "ring", but keys and values would go around once '
+            'more: use cp_kind "ulysses" or leave "core_attn" out'
+        )
     if table.virtual_stages > 1 and table.schedule == "1f1b":
         yield f'layout.schedule is "1f1b", but layout.virtual_stages is {table.virtual_stages}: use "interleaved"'
     if table.virtual_stages == 1 and table.schedule == "interleaved":

@@ -117,8 +117,10 @@ class LayoutTable(Table):
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks.",
+        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks. `auto` "
+        "takes the fastest set that fits the memory of cluster.gpu.",
     )
+    recompute_headroom: float = _key(0.05, 'Share of memory that `recompute = "auto"` leaves free.', ge=0.0, lt=1.0)
     offload: list[str] = _key([], "What waits in host memory; a run is refused what it lacks.")
     compression: list[str] = _key(
         [], "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8)."
@@ -206,6 +208,9 @@ class RunTable(Table):
     )
     timeout_seconds: float = _key(
         600.0, "Longest wait for another rank before the job is taken down.", "seconds", gt=0.0
+    )
+    memory_steps: int = _key(
+        0, "First steps whose memory is metered, by module and phase, into memory.json; they are slower.", "steps", ge=0
     )
 
     @model_validator(mode="before")

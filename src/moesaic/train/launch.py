@@ -239,8 +239,9 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
             f"the layout {layout} takes {needed} processes{' or a multiple' if table.dp == 'auto' else ''}, but this "
             f"is one: run it with `torchrun --nproc-per-node {needed} -m moesaic {_command()}`."
         )
-    layout, notes = chosen_layout(run, model, world, place.local_world)
-    check_nodes(layout, ranks_per_node_here(world))
+    ranks_per_node = ranks_per_node_here(world)
+    layout, notes = chosen_layout(run, model, world, ranks_per_node)
+    check_nodes(layout, ranks_per_node)
     return layout, notes
 
 

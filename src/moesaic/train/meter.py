@@ -69,8 +69,8 @@ class Peak:
 
     total: int
     categories: dict[str, int]
-    modules: dict[str, int]
-    """The same bytes by `category module`, for those with a module."""
+    consumers: dict[str, int]
+    """The same bytes, activations and temporaries by module too, largest first."""
 
 
 class Meter(TorchDispatchMode):
@@ -80,7 +80,7 @@ class Meter(TorchDispatchMode):
     a device with that much memory would.
     """
 
-    def __init__(self, decoder: Decoder, state: dict[str, Iterable[Tensor]], limit: int | None = None) -> None:
+    def __init__(self, decoder: Decoder, state: dict[str, list[Tensor]], limit: int | None = None) -> None:
         super().__init__()
         self._places, self._inputs = dict(_places(decoder)), dict(_inputs(decoder))
         self._live: dict[int, Made] = {}
@@ -89,10 +89,13 @@ class Meter(TorchDispatchMode):
         self._passing: list[Made] | None = None
         self._kept: list[list[Made]] = []
         self._sequences: Sequences | None = None
+        self.allocated: dict[str, int] = {}
+        """Peak of the device's allocator by phase, where the device has one."""
         self._thread = threading.local()
         self._held = contextlib.ExitStack()
         self._total, self._limit = 0, limit
-        self._parameters = [tensor for tensor in state.get("masters", ())] + list(decoder.parameters())
+        # Where gradients end up: on the parameters, or on the fp32 masters that an optimizer steps.
+        self._parameters = [*decoder.parameters(), *state.get("parameters", ()), *state.get("optimizer", ())]
         for category, tensors in state.items():
             for tensor in tensors:
                 self._see(tensor, "optimizer" if category == "masters" else category)
@@ -132,7 +135,7 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         made = Made(storage.nbytes(), self._phase, self._place(tensor, core), tuple(tensor.shape), category)
         self._live[key] = made
-        weakref.finalize(storage, self._end, key, made)
+        weakref.finalize(storage, self._end, key, made).atexit = False
         if self._passing is not None and category == "temporaries":
             self._passing.append(made)
         self._note(made, made.bytes)
@@ -214,11 +217,15 @@ class Meter(TorchDispatchMode):
             for made in self._known(p.grad for p in self._parameters if p.grad is not None):
                 made.category = "gradients"
         self._events.append((name, _NOTHING, 0))
+        device().restart_peak()
         try:
             yield
         finally:
             if self._passing is not None:
                 self._end_pass(self._passing)
+            allocated = device().allocator_peak_bytes()
+            if allocated is not None:
+                self.allocated[name] = max(allocated, self.allocated.get(name, 0))
             self._phase, self._passing = before, passing
             self._events.append((before, _NOTHING, 0))
 
@@ -256,11 +263,12 @@ class Meter(TorchDispatchMode):
 
 
 def _peak(held: dict[Made, int]) -> Peak:
-    categories, modules = dict.fromkeys(CATEGORIES, 0), Counter[str]()
+    categories, consumers = dict.fromkeys(CATEGORIES, 0), Counter[str]()
     for made, size in held.items():
         categories[made.category] += size
-        modules[f"{made.category} {made.place[1]}"] += size
-    return Peak(sum(held.values()), categories, dict(modules))
+        by_module = made.category in ("activations", "temporaries")
+        consumers[f"{made.category} of {made.place[1]}" if by_module else made.category] += size
+    return Peak(sum(held.values()), categories, dict(consumers.most_common()))
 
 
 def _by_place(found: Iterable[Made]) -> dict[Place, int]:
@@ -280,6 +288,12 @@ _MODULES = {
     "experts": "experts", "shared": "shared_experts", "shared_gate": "shared_experts",
 }  # fmt: skip
 """The planner's name for what a module makes, by the module's own name. Those not named belong to what they are in."""
+
+
+_READS = {
+    "attn.q": "norms", "attn.q_b": "latents", "attn.kv_b": "latents", "mlp.gate_up": "norms", "mlp.up": "norms",
+}  # fmt: skip
+"""What stands before these in a layer, also where it was gathered for them: later ones decide."""
 
 
 def _places(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
@@ -302,6 +316,12 @@ def _inputs(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
     for number, layer in _layers(decoder):
         yield layer, (number, "residual")
         yield layer.attn.o, (number, "attention")
+        for name in _READS:
+            for path, module in layer.named_modules():
+                if path == name:
+                    yield module, (number, _READS[name])
+    if decoder.embed is not None:
+        yield decoder.embed, (NOWHERE[0], "embedding")
     if decoder.norm is not None:
         yield decoder.norm, (NOWHERE[0], "head")
     for block in decoder.mtp:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from moesaic.cost.options import Choice, choose_options
+from moesaic.cost.options import Choice, choose_options, recompute_sets
 from moesaic.cost.workload import Workload
 from moesaic.spec.cluster import cluster_of
 from moesaic.spec.errors import SpecError
@@ -21,30 +21,39 @@ _TRIED = ("gradients", "inside", "experts", "weight_gradients")
 def chosen_layout(run: RunSpec, model: ModelSpec, world: int, ranks_per_node: int) -> tuple[Layout, list[str]]:
     """The layout of `run` on `world` ranks with what it leaves open filled in, and sentences that say why.
 
-    With `overlap = "auto"`, and with `dispatcher = "auto"` where [cluster] names the accelerator, the cost model
-    chooses.
+    With `overlap = "auto"` or `recompute = "auto"`, and with `dispatcher = "auto"` where [cluster] names the
+    accelerator, the cost model chooses.
 
     Raises:
-        SpecError: the layout is not legal, or overlap is "auto" and [cluster] names no accelerator.
+        SpecError: the layout is not legal; overlap or recompute is "auto" and [cluster] names no accelerator; or
+            nothing that could be recomputed makes the layout fit.
     """
     table, keys = run.layout, run.train
     plain = resolve_layout(table, model, world, seq_len=keys.seq_len, global_batch=keys.global_batch)
-    if table.overlap != "auto" and (table.dispatcher != "auto" or run.cluster.gpu is None):
-        return plain, []
-    if run.cluster.gpu is None:
+    asked = [name for name in ("overlap", "recompute") if getattr(table, name) == "auto"]
+    if run.cluster.gpu is None and asked:
         raise SpecError(
-            'layout.overlap is "auto", which the cost model chooses for a cluster, and cluster.gpu is not set: name an '
-            "accelerator or a file of moesaic calibrate, or name the overlap."
+            f'layout.{asked[0]} is "auto", which the cost model chooses for a cluster, and cluster.gpu is not set: '
+            f"name an accelerator or a file of moesaic calibrate, or name the {asked[0]}."
         )
-    if world == 1:
+    if world == 1 and "recompute" not in asked:
+        return plain, []
+    if not asked and (table.dispatcher != "auto" or run.cluster.gpu is None):
         return plain, []
     choice = price(run, model, plain, world, ranks_per_node)
-    layout = choice.layout
-    return layout, [f"The cost model chose {choice.why()} (layout.dispatcher, layout.overlap)."]
+    open_keys = [f"layout.{name}" for name in ("dispatcher", "overlap", "recompute") if getattr(table, name) == "auto"]
+    notes = [f"The cost model chose {choice.why()} ({', '.join(open_keys)})."]
+    if "recompute" in asked:
+        notes += choice.recomputes()
+    return choice.layout, notes
 
 
 def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_node: int) -> Choice:
-    """All legal dispatchers and overlaps that the run leaves open, priced."""
+    """All legal dispatchers, overlaps and modules to recompute that the run leaves open, priced.
+
+    Raises:
+        SpecError: recompute is open and nothing fits.
+    """
     table, keys = run.layout, run.train
     cluster = cluster_of(run.cluster.model_copy(update={"nodes": None}), world)
     if run.cluster.gpus_per_node is None:
@@ -55,19 +64,25 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
         if ranks_per_node < plain.ep * plain.etp and not plain.ep % ranks_per_node and plain.etp == 1:
             dispatchers.append("hierarchical")
     overlaps: list[tuple[str, ...]] = [plain.overlap]
-    if table.overlap == "auto":
+    if table.overlap == "auto" and world > 1:
         built = [word for word in _TRIED if word not in NOT_BUILT["overlap"]]
-        sets = [chosen for size in range(len(built) + 1) for chosen in combinations(built, size)]
-        overlaps = [each for each in sets if _legal(run, model, world, each)]
+        overlaps = [chosen for size in range(len(built) + 1) for chosen in combinations(built, size)]
+    recomputes, limit = [plain.recompute], None
+    if table.recompute == "auto":
+        recomputes = [each for each in recompute_sets(model) if not set(each) & set(NOT_BUILT["recompute"])]
+        limit = cluster.gpu.memory_bytes * (1 - table.recompute_headroom)
+    together = {(o, r): _legal(run, model, world, o, r) for o in overlaps for r in recomputes}
     work = Workload(
         model, keys.seq_len, keys.global_batch, precision="fp32" if keys.dtype == "fp32" else "bf16",
         mtp=keys.mtp_weight > 0,
     )  # fmt: skip
-    return choose_options(work, plain, cluster, dispatchers, overlaps)
+    overlaps = [o for o in overlaps if any(together[o, r] for r in recomputes)]
+    recomputes = [r for r in recomputes if all(together[o, r] for o in overlaps)]
+    return choose_options(work, plain, cluster, dispatchers, overlaps, recomputes, limit)
 
 
-def _legal(run: RunSpec, model: ModelSpec, world: int, overlap: tuple[str, ...]) -> bool:
-    table = run.layout.model_copy(update={"overlap": list(overlap)})
+def _legal(run: RunSpec, model: ModelSpec, world: int, overlap: tuple[str, ...], recompute: tuple[str, ...]) -> bool:
+    table = run.layout.model_copy(update={"overlap": list(overlap), "recompute": list(recompute)})
     if next(option_rules(table), None) is not None:
         return False
     try:
