@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,8 @@ def fit(
     from moesaic.spec.cluster import cluster_of
     from moesaic.spec.legal import fewest_ranks
     from moesaic.spec.run import load_run, resolve_balance
-    from moesaic.train.dry_run import dry_run, workload
+    from moesaic.train.dry_run import dry_run
+    from moesaic.train.metered import workload
     from moesaic.train.options import chosen_layout
 
     run = load_run(file / "run.toml" if file.is_dir() else file, overrides or [])
@@ -70,7 +72,7 @@ def fit(
     node = cluster.node_size if cluster else run.cluster.gpus_per_node or 8
     layout, _ = chosen_layout(run, model, size, min(node, size))
     imbalance = _IMBALANCE[routing]
-    planned = stage_memory(workload(run, model, imbalance), layout, MOESAIC)
+    planned = stage_memory(replace(workload(run, model), imbalance=imbalance), layout, MOESAIC)
     layout.dense_coords(rank)  # refuses a rank that is not there
     ranks = _of_every_stage(layout, rank) if all_stages else [rank]
     found = [dry_run(run, model, layout, each, imbalance, min(node, size)) for each in ranks]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moesaic.cost.workload import Workload
 from moesaic.mesh.device import without_device
 from moesaic.mesh.dry import expecting
 from moesaic.mesh.group import forget_connections
@@ -29,7 +28,8 @@ from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train.data import Batch
-from moesaic.train.meter import Meter, Peak
+from moesaic.train.meter import Made, Meter, Peak
+from moesaic.train.metered import workload
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.shapes_only import ShapesOnly
 from moesaic.train.state import TrainState
@@ -98,11 +98,8 @@ def dry_run(
                 weight_decay=keys.weight_decay,
             )
             count = enough_micro_batches(layout, keys.global_batch)
-            moments = [tensor for each in state.optimizer.state().values() for tensor in each.values()]
-            parameters = list(decoder.parameters())
-            masters = list(state.optimizer.masters.values())
-            held = {"parameters": parameters, "masters": masters, "optimizer": moments, "other": decoder.buffers()}
-            meter = Meter(decoder, held)
+            clock, meter = Stopwatch(), _Meter(state)
+            clock.also = meter.phase
             with meter:
                 train_step(
                     decoder,
@@ -113,33 +110,32 @@ def dry_run(
                     weights=weights,
                     clip=keys.clip,
                     bias_update=balance.bias_update,
-                    clock=_Phases(meter),
+                    clock=clock,
                     sharding=state.sharding,
                 )
-            peaks = meter.peaks()
             kept = Counter[str]()
             for each in meter.kept():
                 for (_, module), size in each.items():
                     kept[module] += size
+            for module in _ELSEWHERE:
+                kept.pop(module, None)
+            masters, parameters = state.optimizer.masters.values(), {id(p) for p in decoder.parameters()}
+            moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
             return DryRun(
                 rank,
                 mesh.pp.rank,
-                parameters=_bytes(parameters),
-                gradients=sum(_bytes([master.grad]) for master in masters if master.grad is not None),
-                optimizer=_optimizer_bytes(parameters, masters, moments),
-                activations=max(peak.categories["activations"] for peak in peaks.values()),
-                kept={module: size // count for module, size in kept.items() if size},
-                peaks=peaks,
+                parameters=_bytes(decoder.parameters()),
+                gradients=_bytes(master.grad for master in masters if master.grad is not None),
+                optimizer=_bytes(master for master in masters if id(master) not in parameters) + _bytes(moments),
+                activations=meter.most_kept(kept),
+                kept={module: size // count for module, size in kept.items()},
+                peaks=meter.peaks(),
             )
 
 
-def workload(run: RunSpec, spec: ModelSpec, imbalance: float = 1.0) -> Workload:
-    """What the planner is asked about."""
-    keys = run.train
-    precision = "fp32" if keys.dtype == "fp32" else "bf16"
-    return Workload(
-        spec, keys.seq_len, keys.global_batch, precision=precision, mtp=keys.mtp_weight > 0, imbalance=imbalance
-    )
+_ELSEWHERE = ("output", "positions", "loss", "embedding")
+"""What is alive when a forward pass ends and is no activation kept for backward: what waits to be sent, tables that all
+micro-batches share, and the loss's gradients, which the planner counts with the logits."""
 
 
 def enough_micro_batches(layout: Layout, global_batch: int) -> int:
@@ -153,31 +149,31 @@ def _batch(rows: int, seq_len: int) -> Batch:
     return Batch(ids, labels, None, None, rows * seq_len, 0)
 
 
-def _optimizer_bytes(parameters: list[Tensor], masters: list[Tensor], moments: list[Tensor]) -> int:
-    """Masters that are no parameters themselves, and moments; not the few bytes that count updates."""
-    here = {id(tensor) for tensor in parameters}
-    own = [master for master in masters if id(master) not in here]
-    return _bytes(own) + _bytes([moment for moment in moments if moment.dim() or moment.numel() > 1])
-
-
-def _bytes(tensors: list[Tensor]) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of what is here, parts of spread tensors too."""
     here = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return sum(tensor.numel() * tensor.itemsize for tensor in here)
 
 
-class _Phases(Stopwatch):
-    """Tells a meter of the step's phases."""
+class _Meter(Meter):
+    """A meter that takes what sharding gathered for weights and their gradients, not for activations."""
 
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter = meter
+    def __init__(self, state: TrainState) -> None:
+        moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
+        masters = list(state.optimizer.masters.values())
+        held = {
+            "parameters": list(state.decoder.parameters()),
+            "optimizer": [*masters, *moments],
+            "other": list(state.decoder.buffers()),
+        }
+        super().__init__(state.decoder, held)
+        self._sharding = state.sharding
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The phase `name`."""
-        with self._meter.phase(name):
-            yield
+    def _end_pass(self, passing: list[Made]) -> None:
+        for category, tensors in zip(("parameters", "gradients"), self._sharding.gathered(), strict=True):
+            for made in self._known(tensors):
+                made.category = category
+        super()._end_pass(passing)
 
 
 @contextlib.contextmanager
