@@ -115,7 +115,9 @@ def attention_kept(
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
-            Kept("latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own * alone, up),
+            Kept(
+                "latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own * alone, up
+            ),
             Kept("latents", "what was gathered for the up projections", a * wide * gathered),
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
@@ -223,9 +225,10 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             label = moe_only if habits.drops_core else shared
             kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
             if not habits.rows:
-                shares = 1 if moe.shared_combine == "sigmoid_gate" else 2 + hidden
-                what = "gates, and where there are two, the routed experts' sum"
-                kept.append(Kept("shared_experts", what, a * shares * tokens, moe_only))
+                gates = 1 if moe.shared_combine == "sigmoid_gate" else 2
+                kept.append(Kept("shared_experts", "gates", a * gates * tokens, moe_only))
+                if moe.shared_combine == "learned":
+                    kept.append(Kept("experts", "their sum, for the gate's backward", a * hidden * tokens, moe_only))
     return kept
 
 

@@ -16,7 +16,6 @@ from moesaic.model.recompute import remembered, same_noise
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import RouterSpec
 
-
 Choose = Callable[[Tensor], Tensor]
 """Expert ids [T, K] from choice scores [T, E]."""
 

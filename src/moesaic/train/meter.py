@@ -123,17 +123,17 @@ class Meter(TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             self._see(tensor, "other")  # made before the meter was on, or inside of a kernel
         out = func(*args, **(kwargs or {}))
-        core = str(func).startswith(_OF_THE_CORE)
+        name = str(func)
         for tensor in _tensors(out):
-            self._see(tensor, core=core)
+            self._see(tensor, name=name)
         return out
 
-    def _see(self, tensor: Tensor, category: str = "temporaries", core: bool = False) -> None:
+    def _see(self, tensor: Tensor, category: str = "temporaries", name: str = "") -> None:
         storage = _storage(tensor)
         if storage is None or storage._cdata in self._live:
             return
         key = storage._cdata
-        made = Made(storage.nbytes(), self._phase, self._place(tensor, core), tuple(tensor.shape), category)
+        made = Made(storage.nbytes(), self._phase, self._place(tensor, name), tuple(tensor.shape), category)
         self._live[key] = made
         weakref.finalize(storage, self._end, key, made).atexit = False
         if self._passing is not None and category == "temporaries":
@@ -166,7 +166,7 @@ class Meter(TorchDispatchMode):
             self._thread.modules = []
         return self._thread.modules  # type: ignore[no-any-return]
 
-    def _place(self, tensor: Tensor, core: bool) -> Place:
+    def _place(self, tensor: Tensor, operation: str) -> Place:
         for module in reversed(self._stack()):
             place = self._places.get(module)
             if place is None:
@@ -174,8 +174,10 @@ class Meter(TorchDispatchMode):
             layer, name = place
             if name == "experts" and tensor.dim() == 1:
                 return layer, "dispatch"  # numbers per row: their order, tokens and weights
-            if name == "qkv" and core:
+            if name == "qkv" and operation.startswith(_OF_THE_CORE):
                 return layer, "attention"
+            if name == "dispatch" and operation.startswith(_OF_THE_GATE):
+                return layer, "shared_experts"
             return place
         return NOWHERE
 
@@ -290,6 +292,8 @@ def _by_place(found: Iterable[Made]) -> dict[Place, int]:
 
 _OF_THE_CORE = ("aten._scaled_dot_product", "aten.full.", "aten.logaddexp")
 """Operations whose results inside attention are the core's: its output and its log-sums."""
+_OF_THE_GATE = ("aten.sigmoid", "aten._softmax")
+"""Those whose results in a mixture's own work are the gate between routed and shared experts."""
 
 _MODULES = {
     "embed": "embedding", "positions": "embedding", "norm": "head",

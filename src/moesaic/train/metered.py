@@ -5,7 +5,7 @@ memory.json in the run's folder describes the last metered step:
     step
     ranks   [one entry per rank]
         rank, pipeline_rank
-        kept        {layer (−1 outside of layers): {module: bytes}}: what the micro-batch that kept most left for backward
+        kept        {layer (−1 outside of layers): {module: bytes}}, of the micro-batch that left most for backward
         predicted   {weights, gradients, optimizer, activations, logits, buffers, total}: `cost.memory` of that rank
         peaks       {phase: {total, categories: {…}, consumers: {…}, allocated}}: the moment of most bytes;
                     `allocated` is the device allocator's own peak, null on a CPU
@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.cost.habits import MOESAIC, Habits
-from moesaic.cost.memory import StageMemory, stage_memory
-from moesaic.cost.workload import Workload
 from moesaic.mesh.collectives import gather_objects
 from moesaic.mesh.device import device
 from moesaic.mesh.mesh import Mesh
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
+from moesaic.train import way_out
+from moesaic.train.checkpoint import Checkpoints
+from moesaic.train.folder import last_checkpoint
 from moesaic.train.meter import Meter, Peak
 from moesaic.train.metrics import Stopwatch
+from moesaic.train.predicted import predict
 from moesaic.train.state import TrainState
 
 FILE = "memory.json"
@@ -55,14 +55,17 @@ class Metered:
     def __enter__(self) -> Metered:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        meter = self.meter
         self._off()
+        if error is not None and device().is_out_of_memory(error):
+            raise self._out_of_memory(meter) from error
 
     def begin(self, step: int) -> None:
         """Step `step` begins."""
+        self.step, state = step, self.state
         if step > self.steps:
             return
-        self.step, state = step, self.state
         moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
         parameters = [*state.decoder.parameters(), *state.decoder.buffers()]
         held = {"parameters": parameters, "optimizer": [*state.optimizer.masters.values(), *moments]}
@@ -104,6 +107,27 @@ class Metered:
             "peaks": {name: _peak(peak, meter.allocated.get(name)) for name, peak in meter.peaks().items()},
         }
 
+    def _out_of_memory(self, meter: Meter | None) -> way_out.OutOfMemory:
+        """What to say when memory ran out, metered or not; the snapshot goes into the run's folder."""
+        rank = self.mesh.world.rank
+        limit = device().total_memory_bytes() if LIMIT_BYTES is None else LIMIT_BYTES
+        if meter is not None:
+            phase, peak = max(meter.peaks().items(), key=lambda item: item[1].total)
+            phase, used, consumers, source = "" if phase == "other" else phase, peak.total, peak.consumers, "metered"
+        else:
+            said = predict(self.run, self.spec, self.layout)[self.mesh.pp.rank]
+            consumers = {f"activations of {module}": int(size * said.in_flight) for module, size in said.kept.items()}
+            consumers |= {name: int(getattr(said, name)) for name in _PREDICTED if name != "activations"}
+            phase, used, source = "", device().peak_memory_bytes(), "predicted"
+        record = way_out.describe(
+            self.run, self.spec, self.layout, rank=rank, step=self.step, phase=phase, used=used, limit=limit,
+            consumers=consumers, source=source,
+        )  # fmt: skip
+        name = f"out-of-memory-{rank}.json"
+        write(self.folder, record, name)
+        last = last_checkpoint(Checkpoints(self.folder / "checkpoints", 0))
+        return way_out.OutOfMemory(way_out.sentence(record, last, str(self.folder / name)))
+
 
 _PREDICTED = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 
@@ -112,23 +136,6 @@ def _peak(peak: Peak, allocated: int | None) -> Record:
     return {
         "total": peak.total, "categories": peak.categories, "consumers": peak.consumers, "allocated": allocated,
     }  # fmt: skip
-
-
-def habits_here() -> Habits:
-    """This trainer's habits on this device: a processor has no context, no allocator's reserve and no workspaces."""
-    return MOESAIC if device().kind == "cuda" else replace(MOESAIC, workspace=0, context=0, reserved_share=0.0)
-
-
-def workload(run: RunSpec, spec: ModelSpec) -> Workload:
-    """What a run trains, for the cost model."""
-    keys = run.train
-    precision = "fp32" if keys.dtype == "fp32" else "bf16"
-    return Workload(spec, keys.seq_len, keys.global_batch, precision=precision, mtp=keys.mtp_weight > 0)  # type: ignore[arg-type]
-
-
-def predict(run: RunSpec, spec: ModelSpec, layout: Layout) -> list[StageMemory]:
-    """`cost.memory` of each pipeline rank, with this trainer's habits on this device."""
-    return stage_memory(workload(run, spec), layout, habits_here())
 
 
 def write(folder: Path, record: Record, name: str = FILE) -> None:
