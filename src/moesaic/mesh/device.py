@@ -45,6 +45,23 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@dataclass
+class Beside:
+    """Work of `Device.beside`."""
+
+    event: torch.cuda.Event | None = None
+
+    def current_stream_wait(self) -> None:
+        """What is queued from here on begins after it."""
+        if self.event is not None:
+            self.event.wait()
+
+
+@functools.cache
+def _second_stream(where: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(where)
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or this machine's processor.
@@ -69,6 +86,24 @@ class Device:
         """
         if self.kind == "cuda":
             torch.cuda.current_stream(self.torch_device).synchronize()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Beside]:
+        """Queue what is done inside after what is queued so far, and beside what will be queued outside.
+
+        Tensors that it reads must live until `current_stream_wait` of what this gives has been called. On a CPU it is
+        done at once.
+        """
+        here = Beside()
+        if self.kind != "cuda":
+            yield here
+            return
+        stream = _second_stream(self.torch_device)
+        # Memory of results given back by now may be taken again: by work that begins after all that has read them.
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            yield here
+            here.event = stream.record_event()
 
     def take_thread(self) -> None:
         """Have this thread, which the process has just started, work on the device too."""

@@ -10,7 +10,7 @@ How tokens come here and results go back is the dispatcher's business (`moesaic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -197,6 +197,8 @@ def _filled(module: Experts, into: list[Tensor | None]) -> list[Tensor | None]:
 def _finished(module: Experts, into: list[Tensor | None], in_place: bool, with_rows: set[int]) -> list[Tensor | None]:
     """What autograd gets: zero for experts that are not `with_rows`; None where `.grad` has been added to."""
     if in_place:
+        if module.after_accumulation is not None:
+            module.after_accumulation()
         return [None] * len(into)
     if not module.adds_down_bias and into[-1] is not None:
         into[-1].zero_()
@@ -255,6 +257,8 @@ class Experts(nn.Module):
         self.kind = ExpertKind(expert.activation, expert.gated)
         self.weights_on_input = moe.router.apply == "input"
         self.accumulate_in_place = False
+        self.after_accumulation: Callable[[], None] | None = None
+        """Called after gradients were added in place, where hooks of parameters are not."""
         self.up_name = "gate_up" if expert.gated else "up"
         ep, ep_rank = (1, 0) if groups is None else (groups.ep.size, groups.ep.rank)
         etp, etp_rank = (1, 0) if groups is None else (groups.etp.size, groups.etp.rank)

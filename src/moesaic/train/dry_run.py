@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moesaic.mesh.device import without_device
@@ -23,6 +25,7 @@ from moesaic.mesh.dry import expecting
 from moesaic.mesh.group import forget_connections
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
+from moesaic.model.layer import Layer
 from moesaic.model.losses import LossWeights
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
@@ -119,17 +122,21 @@ def dry_run(
                     kept[module] += size
             for module in _ELSEWHERE:
                 kept.pop(module, None)
-            masters, parameters = state.optimizer.masters.values(), {id(p) for p in decoder.parameters()}
-            moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
+            peaks = meter.peaks()
+            highest = max((peaks["forward"], peaks["backward"]), key=lambda peak: peak.total).categories
+            # Without sharding a gradient is complete, and known for one, when the optimizer's phase begins.
+            gradients = max(
+                highest["gradients"], 0 if state.sharding.is_on else peaks["optimizer"].categories["gradients"]
+            )
             return DryRun(
                 rank,
                 mesh.pp.rank,
-                parameters=_bytes(decoder.parameters()),
-                gradients=_bytes(master.grad for master in masters if master.grad is not None),
-                optimizer=_bytes(master for master in masters if id(master) not in parameters) + _bytes(moments),
+                parameters=highest["parameters"],
+                gradients=gradients,
+                optimizer=highest["optimizer"],
                 activations=meter.most_kept(kept),
                 kept={module: size // count for module, size in kept.items()},
-                peaks=meter.peaks(),
+                peaks=peaks,
             )
 
 
@@ -149,12 +156,6 @@ def _batch(rows: int, seq_len: int) -> Batch:
     return Batch(ids, labels, None, None, rows * seq_len, 0)
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of what is here, parts of spread tensors too."""
-    here = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    return sum(tensor.numel() * tensor.itemsize for tensor in here)
-
-
 class _Meter(Meter):
     """A meter that takes what sharding gathered for weights and their gradients, not for activations."""
 
@@ -162,12 +163,20 @@ class _Meter(Meter):
         moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
         masters = list(state.optimizer.masters.values())
         held = {
-            "parameters": list(state.decoder.parameters()),
+            # What is stored of a spread parameter is its master; what computes is gathered.
+            "parameters": [p for p in state.decoder.parameters() if not isinstance(p, DTensor)],
             "optimizer": [*masters, *moments],
             "other": list(state.decoder.buffers()),
         }
         super().__init__(state.decoder, held)
         self._sharding = state.sharding
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        super()._enter_module(module, args)
+        if isinstance(module, Layer) and self._passing is not None:
+            # What another stage sent is there before the pass that keeps it.
+            sent = [made for made in self._known([args[0]]) if made.phase != self._phase]
+            self._passing += [made for made in sent if made not in self._passing]
 
     def _end_pass(self, passing: list[Made]) -> None:
         for category, tensors in zip(("parameters", "gradients"), self._sharding.gathered(), strict=True):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.model.experts import Experts
 from moesaic.train.gradients import GradientSums
+from moesaic.train.overlapped import OverlappedSums
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -47,6 +48,7 @@ class Optimizer:
         sums: GradientSums | None = None,
     ) -> None:
         self.sums = sums
+        self.overlap: OverlappedSums | None = None
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         self._spread: dict[str, DTensor] = {}
@@ -116,7 +118,8 @@ class Optimizer:
             # A copy that nothing used here still has to take part in the sum over copies.
             master = self.masters[self.sums.embedding]
             master.grad = torch.zeros_like(master)
-        self.sums.sum(self.gradients())
+        begun = self.overlap.wait() if self.overlap is not None else ()
+        self.sums.sum(self.gradients(), begun)
 
     def clip(self, limit: float) -> float:
         """The 2-norm of all gradients together; if it exceeds `limit` > 0, all are scaled by one coefficient.

@@ -6,7 +6,8 @@ stage's part of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from moesaic.model.forced import Forced
 from moesaic.model.losses import LossWeights
 from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.sharding import Sharding
 
 
@@ -53,6 +55,7 @@ class Work:
         step_tokens: int,
         clock: Stopwatch | None = None,
         sharding: Sharding | None = None,
+        reduction: OverlappedSums | None = None,
     ) -> None:
         self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
         self.micros: list[MicroBatch] = []
@@ -65,6 +68,8 @@ class Work:
         self.clock, self.sharding = clock or Stopwatch(), sharding
         self.forced: Forced | None = None
         self.overlap = decoder.mesh.layout.overlap if decoder.mesh.layout is not None else ()
+        self.reduction = reduction
+        self.passes_left = len(decoder.stages)
         self.backwards_left = len(batches) * len(decoder.stages)
 
     def runners(self, *, backward: bool = True, split_backward: bool = False) -> dict[int, StageWork]:
@@ -113,7 +118,7 @@ class StageWork:
         """Whether weight gradients fill what backward waits for messages."""
         self._open: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
-        self._backwards_left = len(work.micros)
+        self._backwards_left = self._passes_left = len(work.micros)
 
     def received_shape(self, micro: int) -> tuple[int, ...]:
         """Shape of what comes from the stage before."""
@@ -161,7 +166,8 @@ class StageWork:
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
         queue = self._left.pop(micro) if self._fills else None
-        with work.clock.phase("backward"), lanes.filling(None if queue is None else queue.run_one):
+        completes = contextlib.nullcontext() if self._splits else self._last_pass(queue)
+        with work.clock.phase("backward"), completes, lanes.filling(None if queue is None else queue.run_one):
             roots: list[tuple[Any, Tensor | None]] = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
@@ -172,12 +178,27 @@ class StageWork:
 
     def weight_gradients(self, micro: int) -> None:
         """The weight gradients that `backward` left for later."""
-        with self._work.clock.phase("backward"):
-            self._left.pop(micro).run()
+        queue = self._left.pop(micro)
+        with self._work.clock.phase("backward"), self._last_pass(queue, only_left=True):
+            queue.run()
+
+    @contextlib.contextmanager
+    def _last_pass(self, left: WeightGradients | None, only_left: bool = False) -> Iterator[None]:
+        """Around what completes a micro-batch's gradients: in the step's last of this stage their sums begin. `left`
+        and `only_left`: see `OverlappedSums.begin`."""
+        reduction = self._work.reduction
+        self._passes_left -= 1
+        if self._passes_left > 0 or reduction is None:
+            yield
+            return
+        self._work.passes_left -= 1
+        reduction.begin(self._index, self._work.passes_left == 0, left, only_left)
+        yield
+        reduction.end()
 
 
 def on_device(decoder: Decoder, batch: Batch, like: MicroBatch | None = None) -> MicroBatch:
-    """A batch as the decoder takes it, on this process's device. `like`: one whose rows may stand at the same places."""
+    """A batch as the decoder takes it, on this process's device. `like`: one with rows that may stand at its places."""
     where = device().torch_device
     if like is not None and like.sequences.is_plain and like.ids_BS.shape == batch.ids_BS.shape:
         return replace(like, ids_BS=batch.ids_BS.to(where), labels_BS=batch.labels_BS.to(where))

@@ -24,7 +24,7 @@ class _Layer:
     copies: float
     """Ranks that a token goes to."""
     nodes: float
-    """Nodes that a token goes to, under the hierarchical dispatcher."""
+    """Nodes that a token goes to where a dispatcher sends it to those first, else 0."""
     arrived: int
     rows: int
 
@@ -36,9 +36,9 @@ class Supposed:
     def __init__(self, work: Workload, layout: Layout, mesh: Mesh, imbalance: float) -> None:
         self._work, self._columns = replace(work, imbalance=imbalance), Columns.of([layout])
         self._mesh = mesh
-        self._hierarchical, self._gathers = layout.dispatcher == "hierarchical", layout.dispatcher == "allgather"
+        self._gathers = layout.dispatcher == "allgather"
         self._now = _Layer(0, 1, 1, 0.0, 0.0, 0, 0)
-        self._first_leg = True
+        self._first_leg, self._all = True, False
 
     def watch(self, model: nn.Module) -> None:
         """Answer for the mixture layer of `model` whose forward pass ran last."""
@@ -57,25 +57,27 @@ class Supposed:
         rows = float(routed_rows(spec, self._work, self._columns)[0])
         # As many per rank of a cut expert: each sends on what it got.
         arrived = round(float(received_tokens(spec, self._work, self._columns)[0]) / etp) * etp
-        if self._gathers:
+        gathers = self._gathers or ep == 1
+        if gathers:
             arrived = tokens * ep * etp
-        self._now = _Layer(tokens, ep, etp, needed(ep), needed(nodes), arrived, round(rows))
+        self._all = gathers
+        self._now = _Layer(tokens, ep, etp, needed(ep), needed(nodes) if nodes > 1 else 0.0, arrived, round(rows))
         self._first_leg = True
 
     def sent(self, tokens: int, top_k: int, places: int) -> list[int]:
         """Of own tokens, or of those that are to be passed on, how many go to each place."""
         now = self._now
-        if self._gathers:
+        if self._all:
             return [tokens] * places
-        per_token = now.nodes if self._hierarchical and self._first_leg else now.copies
+        per_token = now.nodes if now.nodes and self._first_leg else now.copies
         return _shared(round(now.tokens * per_token), places)
 
     def received(self, tokens: int, top_k: int, places: int) -> list[int]:
         """How many come here from each place. Asked after `sent`."""
         now = self._now
-        if self._gathers:
+        if self._all:
             return [tokens] * places
-        if self._hierarchical and self._first_leg:
+        if now.nodes and self._first_leg:
             self._first_leg = False
             # At most all tokens of the ranks in the same place.
             share = now.arrived / now.etp / (now.tokens * now.copies)
