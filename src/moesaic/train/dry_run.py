@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train.data import Batch
 from moesaic.train.meter import Made, Meter, Peak
-from moesaic.train.metered import workload
+from moesaic.train.predicted import workload
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.shapes_only import ShapesOnly
 from moesaic.train.state import TrainState
@@ -128,10 +128,11 @@ def dry_run(
             gradients = max(
                 highest["gradients"], 0 if state.sharding.is_on else peaks["optimizer"].categories["gradients"]
             )
+            plain = sum(p.numel() * p.itemsize for p in decoder.parameters() if not isinstance(p, DTensor))
             return DryRun(
                 rank,
                 mesh.pp.rank,
-                parameters=highest["parameters"],
+                parameters=plain if layout.sharding == "parameters" else highest["parameters"],
                 gradients=gradients,
                 optimizer=highest["optimizer"],
                 activations=meter.most_kept(kept),
@@ -169,6 +170,8 @@ class _Meter(Meter):
             "other": list(state.decoder.buffers()),
         }
         super().__init__(state.decoder, held)
+        self._began: dict[Made, int] = {}
+        """Since which event a pass keeps what another stage sent; before, it was on its way."""
         self._sharding = state.sharding
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -176,7 +179,20 @@ class _Meter(Meter):
         if isinstance(module, Layer) and self._passing is not None:
             # What another stage sent is there before the pass that keeps it.
             sent = [made for made in self._known([args[0]]) if made.phase != self._phase]
-            self._passing += [made for made in sent if made not in self._passing]
+            for made in (made for made in sent if made not in self._passing):
+                self._passing.append(made)
+                self._began[made] = len(self._events)
+
+    def most_kept(self, modules: Container[str]) -> int:
+        """The most bytes of `modules` that forward passes kept for backward, of all passes at once."""
+        counted = {made for each in self._kept for made in each if made.place[1] in modules and made.numel > 1}
+        begins = {event: made for made, event in self._began.items() if made in counted}
+        now = most = 0
+        for event, (_, made, change) in enumerate(self._events):
+            now += begins[event].bytes if event in begins else 0
+            now += change if made in counted and event >= self._began.get(made, 0) else 0
+            most = max(most, now)
+        return most
 
     def _end_pass(self, passing: list[Made]) -> None:
         for category, tensors in zip(("parameters", "gradients"), self._sharding.gathered(), strict=True):

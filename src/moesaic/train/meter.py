@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -244,16 +244,6 @@ class Meter(TorchDispatchMode):
     def kept(self) -> list[dict[Place, int]]:
         """What each forward pass so far left for its backward, bytes by layer and module; single numbers left out."""
         return [_by_place(made for made in each if made.numel > 1) for each in self._kept]
-
-    def most_kept(self, modules: Container[str]) -> int:
-        """The most bytes of `modules` that forward passes kept for backward, of all passes at once."""
-        counted = {made for each in self._kept for made in each if made.place[1] in modules and made.numel > 1}
-        now = most = 0
-        for _, made, change in self._events:
-            if made in counted:
-                now += change
-                most = max(most, now)
-        return most
 
     def peaks(self) -> dict[str, Peak]:
         """The moment with most bytes of each phase that has been entered."""
