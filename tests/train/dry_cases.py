@@ -62,7 +62,15 @@ def drawn(seed: int) -> tuple[ModelSpec, RunSpec, Layout]:
             found = resolve_layout(run.layout, model, draw.choice([1, 2, 4, 8, 16]), seq_len=SEQ_LEN, global_batch=64)
         except SpecError:
             continue
+        if found.sharding != "none" and not _shards_evenly(found, names):
+            continue
         return model, run, found
+
+
+def _shards_evenly(layout: Layout, names: list[str]) -> bool:
+    """Whether the rows of all parameters divide by the ranks that share them; otherwise some ranks have more."""
+    here = 8 // layout.ep
+    return 8 % (layout.dp * layout.cp) == here % layout.edp == 0 and not any("gated" in name for name in names)
 
 
 def both(model: ModelSpec, run: RunSpec, layout: Layout, rank: int) -> tuple[DryRun, StageMemory]:

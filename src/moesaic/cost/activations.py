@@ -91,7 +91,8 @@ def attention_kept(
     own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
     core = ("core_attn",) if habits.drops_core else ()
-    gathered, ulysses = gathered_tokens(own, columns, habits), (columns.cp > 1) & np.logical_not(columns.ring)
+    ring = columns.ring & (columns.cp > 1)
+    gathered, ulysses = gathered_tokens(own, columns, habits), (columns.cp > 1) & np.logical_not(ring)
     alone = gathered == 0
     # A padded output is the core's, and ulysses sends it on without the padding. A ring works unpadded.
     padded = habits.padded_values and attention.v_head_dim < attention.head_dim
@@ -107,7 +108,7 @@ def attention_kept(
         # Two down projections read the norm: one tensor in bf16, a quantised copy for each otherwise.
         copies = 1 if q == a else 2
         latents = rank + kv_rank + (attention.rope_dim or 0)
-        value = np.where(columns.ring | (not padded), attention.v_head_dim, attention.head_dim)
+        value = np.where(ring | (not padded), attention.v_head_dim, attention.head_dim)
         # Ulysses' values arrive in one tensor with queries and keys, beside their padded copy.
         value = value + (attention.v_head_dim * ulysses if padded else 0)
         joined = heads * (2 * attention.head_dim + value)
@@ -137,7 +138,7 @@ def attention_kept(
             kept.append(Kept("qkv", "queries and keys before their norms", a * normed * tokens))
             kept.append(Kept("qkv", "statistics of those norms", FP32 * norms * tokens))
     if padded:
-        width = np.where(columns.ring, 0, heads * attention.head_dim)
+        width = np.where(ring, 0, heads * attention.head_dim)
         kept.append(Kept("attention", "core's padded output", a * width * tokens, core))
     if habits.drops_core:
         # What has travelled stays.
@@ -245,6 +246,17 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
 def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """What a multi-token prediction block keeps around its layer (arXiv 2412.19437 section 2.2)."""
     tokens, a, q = tokens_between(work, columns, habits), value_bytes(work.precision), input_bytes(work.precision)
+    if habits.loss == "chunks":
+        # The loss keeps gradients, not the last norm's output. The norms keep their inputs, of which one is the final
+        # norm's output, and a statistic each.
+        wide = a * model.hidden * tokens
+        return [
+            Kept("head", "final norm's output, read by the block", wide, always=True),
+            Kept("mtp", "embedding of the next tokens, read by its norm", wide, always=True),
+            Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens),
+            Kept("mtp", "input of its last norm", wide, always=True),
+            Kept("mtp", "one fp32 statistic of each norm", 3 * FP32 * tokens, always=True),
+        ]
     return [
         Kept("mtp", "embedding of the next tokens, read by its norm", a * model.hidden * tokens, always=True),
         Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens),

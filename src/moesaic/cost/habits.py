@@ -59,6 +59,8 @@ class Habits:
     fp32_shards: bool = False
     """What sharding stores of a weight is its fp32 master alone, also where weights are fp32: whole ones are made from
     it when they are gathered. Else masters stand beside weights in the type that computes, unless that is fp32 too."""
+    cut_block_projection: bool = True
+    """The projection before a prediction block's layer is cut by tp. Else every rank of a tensor group has it whole."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB
@@ -88,6 +90,7 @@ MOESAIC = Habits(
     placeholders=False,
     quantized_weights=False,
     fp32_shards=True,
+    cut_block_projection=False,
     vocabulary_multiple=1,
     workspaces=2,
 )

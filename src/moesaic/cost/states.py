@@ -107,7 +107,8 @@ def part_local(model: ModelSpec, part: str, columns: Columns, habits: Habits) ->
     elif part == "loss":
         other = norm * ones
     else:
-        matmul, other = 2 * model.hidden**2 / tp * ones, 3.0 * norm * ones
+        cut = tp if habits.cut_block_projection else ones
+        matmul, other = 2 * model.hidden**2 / cut * ones, 3.0 * norm * ones
     return Local(matmul, other, 0 * ones, ones)
 
 
