@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moesaic.cost.memory import StageMemory
     from moesaic.spec.cluster import ClusterSpec
     from moesaic.spec.layout import Layout
+    from moesaic.spec.model import ModelSpec
     from moesaic.spec.run import RunSpec
     from moesaic.train.dry_run import DryRun
 
@@ -76,12 +77,12 @@ def fit(
     layout.dense_coords(rank)  # refuses a rank that is not there
     ranks = _of_every_stage(layout, rank) if all_stages else [rank]
     found = [dry_run(run, model, layout, each, imbalance, min(node, size)) for each in ranks]
-    facts = [_facts(each, planned[each.stage], run, cluster) for each in found]
+    facts = [_facts(each, planned[each.stage], cluster) for each in found]
     if as_json:
         print(json.dumps({"layout": str(layout), "world": size, "routing": routing.value, "ranks": facts}, indent=2))
     else:
         _show(layout, routing, facts)
-    _refuse(layout, facts, cluster)
+    _refuse(run, model, layout, facts)
 
 
 def _of_every_stage(layout: Layout, rank: int) -> list[int]:
@@ -89,7 +90,7 @@ def _of_every_stage(layout: Layout, rank: int) -> list[int]:
     return next(list(group) for group in layout.groups("pp") if rank in group)
 
 
-def _facts(found: DryRun, planned: StageMemory, run: RunSpec, cluster: ClusterSpec | None) -> dict[str, Any]:
+def _facts(found: DryRun, planned: StageMemory, cluster: ClusterSpec | None) -> dict[str, Any]:
     """One rank as plain data, in bytes."""
     kept = {
         module: {"dry_run": found.kept.get(module, 0), "planner": planned.kept.get(module, 0.0)}
@@ -121,29 +122,28 @@ def _facts(found: DryRun, planned: StageMemory, run: RunSpec, cluster: ClusterSp
     return facts
 
 
-def _refuse(layout: Layout, facts: list[dict[str, Any]], cluster: ClusterSpec | None) -> None:
+def _refuse(run: RunSpec, model: ModelSpec, layout: Layout, facts: list[dict[str, Any]]) -> None:
+    """Raises SpecError with the way out if the rank that needs most does not fit."""
+    from moesaic.train.way_out import ways_out
+
     worst = max(facts, key=lambda each: each["needed"])
-    if cluster is None or worst["fits"]:
+    if worst.get("fits", True):
         return
     sizes = {name: each["dry_run"] for name, each in worst["categories"].items() if name != "peak"}
     largest = max(sizes, key=lambda name: sizes[name])
-    way_out = _way_out(largest, layout)
-    raise SpecError(
-        f"rank {worst['rank']} needs {_gib(worst['needed'])} GiB and {cluster.gpu.name} has "
-        f"{_gib(cluster.gpu.memory_bytes)} GiB: its {largest} take {_gib(sizes[largest])} GiB. {way_out}"
+    # What the planner does not foresee, and what the routing adds, stays whatever changes.
+    beyond = max(0.0, worst["needed"] - worst["categories"]["peak"]["planner"])
+    fitting, least = ways_out(run, model, layout, worst["memory"] - beyond)
+    way_out = (
+        f"Set {fitting[0].change}, predicted to be the fastest way to fit."
+        if fitting
+        else f"Recompute, micro-batches and sharding alone cannot free enough ({_gib(least.bytes)} GiB predicted at "
+        "the least): take a larger ep, pp, tp, cp or world."
     )
-
-
-def _way_out(largest: str, layout: Layout) -> str:
-    """What makes `largest` smaller."""
-    if largest in ("activations", "buffers"):
-        smaller = "micro_batch, " if layout.micro_batch > 1 else ""
-        return f"Take a smaller {smaller}seq_len or a larger cp or tp, or name modules in layout.recompute."
-    if largest == "optimizer" and layout.sharding == "none":
-        return 'Set layout.sharding = "optimizer".'
-    if layout.sharding in ("none", "optimizer"):
-        return 'Take a larger ep or pp, or set layout.sharding = "gradients".'
-    return "Take a larger ep, pp or world."
+    raise SpecError(
+        f"rank {worst['rank']} needs {_gib(worst['needed'])} GiB and {worst['gpu']} has {_gib(worst['memory'])} GiB: "
+        f"its {largest} take {_gib(sizes[largest])} GiB. {way_out}"
+    )
 
 
 def _gib(size: float) -> str:

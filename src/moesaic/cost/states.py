@@ -146,7 +146,8 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
             np.where(on, 4 + 2 * work.moment_bytes, master) * count for on, count in zip(spread, counts, strict=True)
         )  # type: ignore[assignment]
         whole = sum(weights)
-        kept_weights = sum(np.where(on & apart, 0.0, one) for on, one in zip(spread, weights, strict=True))
+        kept = [np.where(on & apart, 0.0, one) for on, one in zip(spread, weights, strict=True)]
+        kept_weights = kept[0] + kept[1]
     else:
         whole, kept_weights = sum(weights), shard(weights, "parameters")
     kept_gradients = shard(gradients, "gradients")

@@ -242,8 +242,8 @@ def start_shift(x: Tensor, group: Group) -> Pending:
     after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[(group.rank - 1) % group.size]
     with group.naming("shift"):
         if x.is_meta:  # torch knows no back-end for batches of these
-            works = [dist.isend(x, after, group=group.handle), dist.irecv(out, before, group=group.handle)]
-            return Pending("shift", group, out, messages.Exchange(works), x)
+            both = [dist.isend(x, after, group=group.handle), dist.irecv(out, before, group=group.handle)]
+            return Pending("shift", group, out, messages.Exchange(both), x)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, x, after, group=group.handle),

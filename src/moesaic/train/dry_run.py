@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,6 +27,7 @@ from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.layer import Layer
 from moesaic.model.losses import LossWeights
+from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
@@ -72,7 +73,16 @@ class DryRun:
 def dry_run(
     run: RunSpec, spec: ModelSpec, layout: Layout, rank: int, imbalance: float = 1.0, ranks_per_node: int = 8
 ) -> DryRun:
-    """The step of `rank` in `layout`. Its experts get `imbalance` times the mean of rows, or all there are."""
+    """The step of `rank` in `layout`. Its experts get `imbalance` times the mean of rows, or all there are.
+
+    Raises:
+        SpecError: the layout runs micro-batches on threads.
+    """
+    if "experts" in layout.overlap:
+        raise SpecError(
+            "layout.overlap 'experts' runs two micro-batches on threads of their own, which a dry run cannot follow: "
+            "leave it out, and add one micro-batch's activations to what is found."
+        )
     keys, balance = run.train, run.balance
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys.dtype]
     weights = LossWeights(
@@ -163,7 +173,7 @@ class _Meter(Meter):
     def __init__(self, state: TrainState) -> None:
         moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
         masters = list(state.optimizer.masters.values())
-        held = {
+        held: dict[str, list[Tensor]] = {
             # What is stored of a spread parameter is its master; what computes is gathered.
             "parameters": [p for p in state.decoder.parameters() if not isinstance(p, DTensor)],
             "optimizer": [*masters, *moments],
@@ -215,10 +225,10 @@ def _one_of(rank: int, world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         if check is not None:
-            FSDPParamGroup._validate_no_meta_params = lambda self: None
+            setattr(FSDPParamGroup, "_validate_no_meta_params", lambda self: None)  # noqa: B010  (torch's own, untyped)
         yield
     finally:
         if check is not None:
-            FSDPParamGroup._validate_no_meta_params = check
+            setattr(FSDPParamGroup, "_validate_no_meta_params", check)  # noqa: B010
         dist.destroy_process_group()
         forget_connections()
