@@ -117,7 +117,7 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
 
     Mixed precision: 2 for the weight, `gradient_bytes` (4) for the accumulated gradient, 4 for the fp32 weight and two
     moments. Unsharded that is 18; with the optimizer sharded over d ranks 6 + 12/d, with bf16 moments 6 + 8/d, with
-    gradients sharded too 2 + 16/d, with parameters 18/d (ZeRO, arXiv 1910.02054 section 3). d is dp·cp for the dense
+    gradients sharded too 2 + 16/d, with parameters 18/d (ZeRO, arXiv 1910.02054 section 3), or 16/d with `fp32_shards`. d is dp·cp for the dense
     mesh and edp for experts, over `replicas`. In fp32 weight and master are one.
     """
     full = work.precision == "fp32"
