@@ -23,6 +23,8 @@ from moesaic.model.expert_memory import Pool
 from moesaic.spec.layout import single
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
 from moesaic.spec.options import RECOMPUTE
+from tests.ranks import ranks
+from tests.train import kept
 
 TOKENS = 128
 
@@ -89,10 +91,14 @@ def decoder(name: str, layers: int) -> Decoder:
 
 
 def bytes_held(name: str, layers: int, words: Collection[str]) -> int:
-    """Bytes that a forward pass made and that are still there before its backward pass, whoever holds them."""
     model = decoder(name, layers)
     for layer in model.layers:
         layer.recompute = frozenset(words)
+    return held_in_forward(model)
+
+
+def held_in_forward(model: Decoder) -> int:
+    """Bytes that a forward pass made and that are still there before its backward pass, whoever holds them."""
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     ids = torch.arange(TOKENS)[None] * 7 % 53
     with pytest.MonkeyPatch.context() as patch, Made() as made:
@@ -137,6 +143,31 @@ def test_recompute_drops_the_bytes_of_the_table(name: str) -> None:
 @given(st.sampled_from(list(KINDS)), st.sets(st.sampled_from(RECOMPUTE[:-1]), min_size=2))
 def test_so_does_any_set_of_words(name: str, words: set[str]) -> None:
     check(name, words)
+
+
+CHEAP = RECOMPUTE[:6]
+SPREAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("grouped queries, shared expert", {"tp": 2}, CHEAP),
+    ("grouped queries, dense", {"tp": 2}, CHEAP),
+    ("latent attention, shared expert", {"tp": 2}, CHEAP),
+    ("latent attention without a query rank", {"tp": 2}, ("layernorm", "moe")),
+    ("grouped queries, dense", {"cp": 2}, CHEAP),
+    ("latent attention, dense", {"cp": 2}, CHEAP),
+    ("latent attention, dense", {"cp": 2, "cp_kind": "ring"}, ("layernorm", "mla_up_proj", "mlp")),
+    ("grouped queries, shared expert", {"ep": 2, "dispatcher": "alltoall"}, CHEAP),
+    ("latent attention, shared expert", {"ep": 2, "dispatcher": "alltoall"}, ("layernorm", "moe", "core_attn")),
+    ("latent attention, shared expert", {"ep": 2, "dispatcher": "allgather"}, ("full",)),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "keys", "words"), SPREAD, ids=str)
+def test_so_does_each_of_two_ranks(name: str, keys: dict[str, Any], words: tuple[str, ...]) -> None:
+    keys = keys | {"recompute": list(words)}
+    counted = kept.counted(name, keys, 2)
+    for measured in ranks(2).run(kept.measured, name, keys):
+        found = {module: size for (layer, module), size in measured.items() if layer == 1 and size}
+        assert sum(found.values()) == sum(counted.values()), (found, counted)
 
 
 def test_what_frees_memory_at_all() -> None:

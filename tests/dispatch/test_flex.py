@@ -17,7 +17,7 @@ from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import ExpertGroups
 from moesaic.spec.errors import SpecError
 from tests.dispatch import fake_deep_ep
-from tests.dispatch.test_dispatchers import Case, alone, on_a_rank, random_ids
+from tests.dispatch.test_dispatchers import Case, alone, expert_groups, on_a_rank, random_ids
 from tests.ranks import ranks
 
 NAMES = ["deepep", "hybridep"]
@@ -109,6 +109,36 @@ def test_in_bf16(name: str) -> None:
         assert each["calls"] == ["dispatch", "combine", "cached dispatch", "combine"]
         assert each["made"] == 1
         assert each["sms"] == ({20} if name == "deepep" else {16})
+
+
+def test_another_lane_gets_the_wait_before_the_stream_does() -> None:
+    order: list[str] = []
+    event = mock.Mock(current_stream_wait=lambda: order.append("stream"))
+    sent = library.Sent(event, torch.zeros(1, 2), ())
+    with mock.patch.object(library, "before_wait", lambda work, rows: order.append("lane")):
+        assert sent.wait() is sent.rows
+    assert order == ["lane", "stream"]
+
+
+def test_buffers_are_kept_and_grow() -> None:
+    """The second message is larger than what the first one's buffers had to hold."""
+    for each in ranks(2).run(twice):
+        assert each == (1, 640, 640)
+
+
+def twice(rank: int) -> tuple[int, int, int]:
+    """HybridEP buffers made by two dispatches, the tokens that they hold then, and those of the second y."""
+    hybridep._buffers.clear()
+    fake_deep_ep.HybridEPBuffer.made = 0
+    with fake():
+        dispatcher = make_dispatcher("hybridep", expert_groups(2, 1), 8)
+        for tokens in (3, 640 - rank):
+            x_TD = torch.ones(tokens, 16, dtype=torch.bfloat16)
+            here = dispatcher.dispatch(x_TD, torch.arange(tokens)[:, None] % 8, torch.ones(tokens, 1))
+            y_TD = dispatcher.combine(here.rows_RD, here.handle)
+    (buffer,) = hybridep._buffers.values()
+    assert torch.equal(y_TD, x_TD)
+    return fake_deep_ep.HybridEPBuffer.made, buffer.tokens, len(y_TD) + rank
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -156,6 +156,25 @@ def test_recomputed_modules_leave_their_gradients_once() -> None:
         assert torch.equal(p.grad, wanted[name]), name
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_uses_of_parameters_count_until_their_gradients_are_made(recomputes: bool) -> None:
+    """Those of a module that is recomputed once."""
+    toy, x, queue = Toy(torch.float32), toy_input(torch.float32, 5, 6), WeightGradients()
+
+    def uses() -> list[int]:
+        return [queue.uses(p) for p in (toy.once, toy.twice)]
+
+    with deferring(queue):
+        loss = checkpoint(toy, x, use_reentrant=False, context_fn=recompute_contexts) if recomputes else toy(x)
+    assert uses() == [1, 2]
+    loss.backward()
+    assert uses() == [1, 2]
+    left = []
+    while queue.run_one():
+        left.append(uses())
+    assert left == [[0, 2], [0, 1], [0, 0]]
+
+
 def experts_and_losses(dtype: torch.dtype, apply: str, **options: bool) -> tuple[Experts, list[Run]]:
     """Five experts, one of them without rows, on two micro-batches."""
     torch.manual_seed(0)

@@ -207,7 +207,7 @@ def test_forced_choices_are_those_of_the_micro_batch_itself(words: Collection[st
     use(model, words)
     seen: list[Tensor] = []
     model.routers()[0][1].register_forward_hook(lambda module, inputs, routing: seen.append(routing.ids_TK))
-    forced = Forced(model.routers(), seq_len=20, mode="even")
+    forced = Forced(model.routers(), seq_len=21, mode="even")
     forced.begin_step(1)
     losses = []
     for number in range(2):
@@ -250,4 +250,4 @@ def test_a_tensor_that_took_the_place_of_a_dropped_one_is_kept() -> None:
         others = [torch.randn(64, 64) for _ in range(8)]
         total = total + sum((x * other).sum() for other in others)
     total.backward()
-    assert torch.allclose(x.grad, x.detach().cos() + sum(others))
+    assert torch.allclose(x.grad, x.detach().cos() + sum(others), atol=1e-5)

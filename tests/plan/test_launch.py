@@ -167,6 +167,18 @@ def test_names_become_plain():
 # The run file: what it resolves to is the plan.
 
 
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+def test_a_run_file_names_the_package_that_it_needs(name):
+    made = plan("mixtral-8x7b", 16, gpu=H100, ep=8, pp=2, global_batch=64, with_options={"dispatcher": name})
+    files = launch_files("run-file", made)
+    text = "\n".join(files.values())
+    assert f"dispatcher {name} needs the package deep_ep on every node" in text
+    assert tomllib.loads(files["run.toml"])["layout"]["dispatcher_backend"] == name
+    cut = plan("mixtral-8x7b", 16, gpu=H100, ep=4, etp=2, pp=2, global_batch=64, with_options={"dispatcher": name})
+    with pytest.raises(SpecError, match=f"cannot run this plan: {name} brings tokens to whole experts"):
+        launch_files("run-file", cut)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(plans(), st.booleans())
 def test_the_run_file_is_read_back_as_the_plan(made, plain):
@@ -189,6 +201,16 @@ def test_the_run_file_is_read_back_as_the_plan(made, plain):
     assert layout == made.layout
     assert (run.train.seq_len, run.train.global_batch) == (2048, 256)
     assert run.model_spec().layers == made.workload.model.layers
+
+
+def test_the_run_file_keeps_state_as_planned():
+    options = {"offload": ("optimizer", "activations"), "offload_fraction": 0.5, "offload_modules": ("norms", "moe")}
+    work = {"moment_bytes": 2, "master": "split"}
+    made = plan("mixtral-8x7b", 16, ep=8, global_batch=64, with_options=options, work=work)
+    run = parse_run(tomllib.loads(launch_files("run-file", made)["run.toml"]))
+    assert (run.train.moment_dtype, run.train.master) == ("bf16", "split")
+    layout = resolve_layout(run.layout, run.model_spec(), 16, seq_len=run.train.seq_len, global_batch=64)
+    assert layout == made.layout
 
 
 @pytest.mark.parametrize(
@@ -387,7 +409,9 @@ def test_no_target_drops_anything_silently(made, target):
     text = "\n".join(files.values())
     work, layout = made.workload, made.layout
     if work.moment_bytes == 2:
-        assert "moments of 2 bytes" in text or "exp-avg-dtype" in text or "exp_avg_dtype" in text
+        assert (
+            "moments of 2 bytes" in text or "exp-avg-dtype" in text or "exp_avg_dtype" in text or "moment_dtype" in text
+        )
     for module in layout.recompute:
         assert module in text or "full" in layout.recompute
     for word in layout.overlap:
@@ -400,7 +424,8 @@ def test_no_target_drops_anything_silently(made, target):
             "weight_gradients": ("wgrad",),
         }.get(word, ())
         notes = (f"overlap of {word}", f"overlaps {word}", f"overlap {word}", "overlap of shared", "overlap of tensor")
-        assert any(each in text for each in (*said, *notes, "overlap between", "overlap inside")), word
+        own = (f'"{word}"',) if target == "run-file" else ()  # a run file has the words themselves
+        assert any(each in text for each in (*said, *notes, *own, "overlap between", "overlap inside")), word
 
 
 def test_the_docs_show_what_the_code_writes():

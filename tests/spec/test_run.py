@@ -135,6 +135,11 @@ def test_override_values_are_toml_or_bare_text(text: str, path: list[str], value
         ({"train": {"dtype": "bf61"}}, ["'bf61'", '"fp32" or "bf16"', "did you mean 'bf16'?"]),
         ({"train": {"seq_len": 0, "steps": -1}}, ["train.seq_len is 0", "train.steps is -1"]),
         ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps is 10", "10 steps"]),
+        ({"train": {"master": "split"}}, ['master is "split"', 'dtype is "fp32"']),
+        (
+            {"train": {"master": "split", "dtype": "bf16"}, "layout": {"sharding": "optimizer"}},
+            ['sharding is "optimizer"', "gathered"],
+        ),
         ({"train": {"schedule": "wsd", "steps": 10, "warmup_steps": 9}}, ["9 steps", "0.2 of 10"]),
         ({"train": {"global_batch": 7}, "layout": {"micro_batch": 3}}, ["is 7", "micro_batch 3", "6 or 9"]),
         ({"layout": {"dp": 4, "ep": 3}}, ["1·1·4 = 4", "1·3 = 3"]),

@@ -108,6 +108,31 @@ def test_resume_is_bit_exact_wherever_the_process_dies(
         assert_same_run(tmp_path / f"died_in_{at}", tmp_path / "straight")
 
 
+OFFLOAD = "layout.offload=['activations','optimizer']"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sets", [["train.dtype='bf16'"], []])
+def test_a_run_goes_on_bit_for_bit_with_and_without_host_memory(
+    sets, make_run, console, tmp_path, monkeypatch, assert_same_run
+):
+    assert loop.train(make_run("straight", *sets), console=console) == 0
+    with_it = [OFFLOAD, *(["train.master='split'"] if sets else [])]
+    for name, before, after in (("there", with_it, with_it), ("back", with_it, []), ("away", [], with_it)):
+        with monkeypatch.context() as patch:
+            crash_in_step(patch, 4)
+            with pytest.raises(Crash):
+                loop.train(make_run(name, *sets, *before), console=console)
+        assert loop.train(make_run(name, *sets, *after), resume=True, console=console) == 0
+        assert_same_run(tmp_path / name, tmp_path / "straight")
+
+
+def test_a_run_with_bf16_moments_says_so(make_run, console, tmp_path, metrics):
+    assert loop.train(make_run("rough", "train.moment_dtype='bf16'", "train.steps=3"), console=console) == 0
+    assert "moments are kept in bf16" in console.file.getvalue()
+    assert [row["moment_dtype"] for row in metrics(tmp_path / "rough")] == ["bf16"] * 3
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_finishes_the_step_saves_and_exits_with_3(
     name, make_run, console, tmp_path, monkeypatch, metrics, assert_same_run

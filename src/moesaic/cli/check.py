@@ -27,6 +27,7 @@ def check(
     from rich.text import Text
 
     from moesaic.cost.counts import flops_per_token, parameters
+    from moesaic.cost.recompute import idle_words
     from moesaic.spec.layout import resolve_layout
     from moesaic.spec.legal import fewest_ranks
     from moesaic.spec.options import refuse_unbuilt
@@ -64,7 +65,7 @@ def check(
         table.add_row(Text(name, style="bold"), Text(value))
     console = Console()
     console.print(table)
-    for note in (*notes, *spec.notes):
+    for note in (*notes, *spec.notes, *idle_words(layout, spec, train.seq_len)):
         console.print(Text(f"note: {note}"))
 
 

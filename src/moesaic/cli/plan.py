@@ -60,7 +60,10 @@ def plan(
         float, typer.Option(min=0.0, max=0.9, help="Share of an accelerator's memory to leave free.")
     ] = 0.05,
     imbalance: Annotated[float, typer.Option(min=1.0, help="Rows of the most loaded expert rank over the mean.")] = 1.0,
-    moments: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the optimizer's moments.")] = "fp32",
+    moments: Annotated[
+        Literal["fp32", "bf16"] | None,
+        typer.Option(help="Precision of the optimizer's moments; the run file's, else fp32."),
+    ] = None,
     mtp: Annotated[bool, typer.Option(help="Train the model's multi-token prediction blocks.")] = True,
     top: Annotated[int, typer.Option(min=1, max=1000, help="Layouts to show.")] = 10,
     fewest_gpus: Annotated[
@@ -167,7 +170,7 @@ def _question(
     stack: str,
     headroom: float,
     imbalance: float,
-    moments: str,
+    moments: str | None,
     mtp: bool,
     top: int,
     whole: bool,
@@ -180,12 +183,14 @@ def _question(
     from moesaic.spec.run import load_run
 
     file = Path(source)
+    master: Literal["fp32", "split"] = "fp32"
     if source.endswith(".toml"):
         run = load_run(file)
         model = run.model_spec()
         seq_len = seq_len or run.train.seq_len
         global_batch = global_batch or run.train.global_batch
         precision = precision or run.train.dtype
+        moments, master = moments or run.train.moment_dtype, run.train.master
         cluster = _run_cluster(run, gpu, gpus)
     else:
         model = load_model_spec(source)
@@ -206,6 +211,7 @@ def _question(
         mtp=mtp and bool(model.mtp),
         imbalance=imbalance,
         moment_bytes=2 if moments == "bf16" else 4,
+        master=master if (precision or "bf16") != "fp32" else "fp32",
     )
     return Question(work, cluster, _stack(stack), headroom=headroom, top=top)
 

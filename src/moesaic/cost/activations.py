@@ -91,13 +91,10 @@ def attention_kept(
     own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
     core = ("core_attn",) if habits.drops_core else ()
-    ring = columns.ring & (columns.cp > 1)
-    gathered, ulysses = gathered_tokens(own, columns, habits), (columns.cp > 1) & np.logical_not(ring)
-    alone = gathered == 0
-    # A padded output is the core's, and ulysses sends it on without the padding. A ring works unpadded.
+    ring, ulysses = (columns.cp > 1) & columns.ring, (columns.cp > 1) & np.logical_not(columns.ring)
+    # A padded output is the core's; what goes on from it is a copy without the padding. A ring works unpadded.
     padded = habits.padded_values and attention.v_head_dim < attention.head_dim
-    once = a * out * tokens * np.where(ulysses & padded, 0, 1)
-    travelled = a * out * tokens * ulysses
+    outputs = 1 if padded else np.where(ulysses, 2, 1)
     kept = [
         Kept("residual", "layer input, read by the first norm", a * hidden * own, always=True),
         Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * own),
@@ -109,27 +106,30 @@ def attention_kept(
         copies = 1 if q == a else 2
         latents = rank + kv_rank + (attention.rope_dim or 0)
         value = np.where(ring | (not padded), attention.v_head_dim, attention.head_dim)
-        # Ulysses' values arrive in one tensor with queries and keys, beside their padded copy.
-        value = value + (attention.v_head_dim * ulysses if padded else 0)
-        joined = heads * (2 * attention.head_dim + value)
-        wide = (rank or hidden) + kv_rank + (attention.rope_dim or 0)
+        joined = a * heads * (2 * attention.head_dim + value) * tokens
+        arrived = np.zeros_like(joined)
+        if habits.drops_core:
+            # Under ulysses what arrives is kept, in one tensor, with the values' padded copy beside it.
+            sent = heads * (2 * attention.head_dim + attention.v_head_dim)
+            arrived = np.where(ulysses, a * sent * tokens, 0.0)
+            copy = a * heads * attention.head_dim * tokens if padded else 0.0
+            kept.append(Kept("qkv", "padded values after ulysses", np.where(ulysses, copy, 0.0), core))
+            joined = np.where(ulysses, 0.0, joined)
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
-            Kept(
-                "latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own * alone, up
-            ),
-            Kept("latents", "what was gathered for the up projections", a * wide * gathered),
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
-            Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
+            Kept("qkv", "queries, keys and values of every head", joined, up),
+            Kept("qkv", "queries, keys and values after ulysses", arrived),
         ]
+        here, travels = q * (rank + kv_rank) * own, q * (latents + (0 if rank else hidden)) * own
+        kept += _product_input("latents", "latent norms' outputs", here, travels, up, columns, habits)
     else:
         parts = np.where(columns.ring, columns.tp, columns.tp * columns.cp)
         kv = np.maximum(attention.kv_heads, parts) * (attention.head_dim + attention.v_head_dim)
         label = () if habits.fused_norms else ("layernorm",)
         kept += [
-            Kept("norms", "first norm's output", q * hidden * own * alone, label),
-            Kept("norms", "first norm's output, gathered", q * hidden * gathered),
+            *_product_input("norms", "first norm's output", q * hidden * own, q * hidden * own, label, columns, habits),
             Kept("qkv", "queries, keys and values, rotated", a * (heads * attention.head_dim + kv) * tokens),
         ]
         if attention.qk_norm != "none":
@@ -141,11 +141,12 @@ def attention_kept(
         width = np.where(ring, 0, heads * attention.head_dim)
         kept.append(Kept("attention", "core's padded output", a * width * tokens, core))
     if habits.drops_core:
-        # What has travelled stays.
-        kept.append(Kept("attention", "core's output", once, core))
-        kept.append(Kept("attention", "what travelled of it, read by the output projection", travelled))
+        # What travelled of it under ulysses stays, since it would have to travel again.
+        once = a * out * tokens
+        kept.append(Kept("attention", "core's output", np.where(ulysses & padded, 0.0, once), core))
+        kept.append(Kept("attention", "output after ulysses", np.where(ulysses, once, 0.0)))
     else:
-        kept.append(Kept("attention", "core's output, read by the output projection", once + travelled))
+        kept.append(Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens))
     kept += [
         Kept("residual", "input of the second norm", a * hidden * own),
     ]
@@ -163,11 +164,9 @@ def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits
     """A dense feed-forward block with the norm before it."""
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     own = tokens_between(work, columns, habits)
-    gathered = gathered_tokens(own, columns, habits)
     norm = ("mlp",) if habits.fused_norms else ("layernorm",)
     return [
-        Kept("norms", "second norm's output", q * hidden * own * (gathered == 0), norm),
-        Kept("norms", "second norm's output, gathered", q * hidden * gathered),
+        *_product_input("norms", "second norm's output", q * hidden * own, q * hidden * own, norm, columns, habits),
         Kept("mlp", "first matmul's output", a * first_width(mlp) * tokens, ("mlp",)),
         Kept("mlp", "activation, read by the second matmul", q * mlp.width * tokens, ("mlp",)),
     ]
@@ -188,7 +187,7 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
         # The router reads a copy in fp32. The norm's output itself stays for experts that are all here and for what
         # stands beside them.
         beside = moe.shared is not None and (moe.shared_combine != "sum")
-        alone = gathered_tokens(tokens, columns, habits) == 0
+        alone = (columns.tp == 1) | habits.gathers_again
         read = ((columns.ep * columns.etp == 1) | beside | (alone & (moe.shared is not None))).astype(np.float64)
     kept = [
         Kept("norms", "second norm's output, read by the router", a * hidden * tokens * read, ("layernorm",)),
@@ -230,8 +229,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("shared_experts", "first matmul's output", a * first_width(moe.shared) * tokens, shared),
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
         ]
-        gathered = q * hidden * gathered_tokens(tokens, columns, habits)
-        kept.append(Kept("shared_experts", "gathered input", gathered, moe_only))
+        if not habits.gathers_again:
+            gathered = np.where(columns.tp > 1, q * hidden * tokens * columns.tp, 0.0)
+            kept.append(Kept("shared_experts", "gathered input", gathered, moe_only))
         if moe.shared_combine != "sum":
             label = moe_only if habits.drops_core else shared
             kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
@@ -241,6 +241,20 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
                 if moe.shared_combine == "learned":
                     kept.append(Kept("experts", "their sum, for the gate's backward", a * hidden * tokens, moe_only))
     return kept
+
+
+def _product_input(
+    module: str, what: str, own: Floats, travels: Floats, label: tuple[str, ...], columns: Columns, habits: Habits
+) -> list[Kept]:
+    """The input of a tensor group's products: `own` bytes on one rank; where it is kept gathered, `travels` bytes of
+    each of the group's ranks, and no label drops it, since nothing travels again."""
+    if habits.gathers_again:
+        return [Kept(module, what, own, label)]
+    alone = columns.tp == 1
+    return [
+        Kept(module, what, np.where(alone, own, 0.0), label),
+        Kept(module, f"{what}, gathered", np.where(alone, 0.0, travels * columns.tp)),
+    ]
 
 
 def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
@@ -279,12 +293,6 @@ def logits_bytes(vocabulary: Floats, work: Workload, columns: Columns, habits: H
     if habits.loss == "chunks":
         return np.minimum(habits.chunk, FP32 * values)
     return (a + FP32 if habits.loss == "fp32" and a < FP32 else a) * values
-
-
-def gathered_tokens(own: Floats, columns: Columns, habits: Habits) -> Floats:
-    """Tokens of whose gathered matmul inputs a rank keeps a copy: its tensor group's where backward does not gather
-    them again, else none. No recompute label drops it, for making it again would communicate."""
-    return np.zeros_like(own) if habits.gathers_again else np.where(columns.tp > 1, own * columns.tp, 0.0)
 
 
 def first_width(mlp: MlpSpec) -> int:

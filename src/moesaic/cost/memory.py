@@ -24,6 +24,7 @@ from moesaic.spec.stages import Stage
 from .activations import backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
 from .habits import MEGATRON, Habits
 from .inflight import windows
+from .offload import offloaded
 from .rows import tokens_per_rank
 from .states import has_experts, layer_local, padded_vocabulary, part_local, states, weight_shapes
 from .workload import SCHEDULES, Bools, Columns, Floats, Ints, Workload
@@ -173,6 +174,11 @@ class _Kinds:
         self.gradients = np.stack([one.gradients for one in held], axis=1)
         self.optimizer = np.stack([one.optimizer for one in held], axis=1)
         self.kept = np.stack([sum((row.left(columns) for row in table), zeros) for table in self.tables], axis=1)
+        has = [has_experts(layer) for layer in self.layers] + [False] * len(PARTS)
+        parts_of_layers = [table if place < len(self.layers) else [] for place, table in enumerate(self.tables)]
+        self.away = np.stack(
+            [offloaded(table, each, columns) for table, each in zip(parts_of_layers, has, strict=True)], axis=1
+        )
         whole = np.stack([sum((row.bytes for row in table), zeros) for table in self.tables], axis=1)
         extra = [backward_extra(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
         # Dropped tensors are there again while their layer's backward runs.
@@ -253,15 +259,14 @@ class _Kinds:
         return dict(zip((*_NAMES, "total"), values, strict=True))
 
     def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
-        """Kept bytes [n, ranks] at the worst position of each rank's window. Offloaded activations leave two layers'
-        worth on the device: the one that computes and the one on its way."""
-        held = self.kept[rows] @ ranks.flight.T.astype(np.float64)
-        most = np.maximum.reduceat(held, ranks.first, axis=1)
-        offloaded = self.columns.offloads("activations")[rows]
-        if not offloaded.any():
-            return most
-        two = 2 * _largest(self.kept[rows], ranks.once > 0)
-        return np.where(offloaded[:, None], np.minimum(most, two), most)
+        """Kept bytes [n, ranks] at the worst position of each rank's window. Of what is offloaded two layers' worth
+        is on the device: that of the layer that computes and that of the one on its way."""
+        flight = ranks.flight.T.astype(np.float64)
+        if not self.columns.offloads("activations")[rows].any():
+            return np.maximum.reduceat(self.kept[rows] @ flight, ranks.first, axis=1)
+        staying = np.maximum.reduceat((self.kept - self.away)[rows] @ flight, ranks.first, axis=1)
+        passing = np.maximum.reduceat(self.away[rows] @ flight, ranks.first, axis=1)
+        return staying + np.minimum(passing, 2 * _largest(self.away[rows], ranks.once > 0))
 
 
 def distinct_layers(layers: Sequence[LayerSpec]) -> tuple[list[LayerSpec], list[int]]:

@@ -95,6 +95,8 @@ class Rates:
     """The same for moving rows by index. (s)"""
     loss_share: float = 0.30
     """The same for the loss over the vocabulary. (s)"""
+    host_update: float = 1.0
+    """1 where optimizer state that waits on the host is updated there, 0 where it comes to the device for it."""
     kernel_seconds: float = 10.0e-6
     """Fixed device time of one small kernel with the gap before it. (s: 30 to 40 µs per operation of several)"""
     graph_kernel_share: float = 0.4
@@ -228,7 +230,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     if stack.framework == "megascale":
         rates = replace(rates, **_MEGASCALE)
     if stack.framework == "moesaic":
-        rates = replace(rates, copy_per_rank=1.0, regather=0.0)
+        rates = replace(rates, copy_per_rank=1.0, regather=0.0, host_update=0.0)
     if stack.graphs:
         rates = replace(
             rates,

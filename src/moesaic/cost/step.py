@@ -21,6 +21,7 @@ from moesaic.spec.stages import Stage
 
 from .activations import layer_kept
 from .compute import CAUSES, LayerOps, Machine, Op, embedding_ops, head_ops, layer_ops, mtp_ops
+from .offload import offloaded
 from .rates import Rates
 from .traffic import Bytes, Group, Numbers, data_parallel, seconds
 from .workload import SCHEDULES, SHARDING, Columns, Floats, Workload
@@ -351,7 +352,7 @@ def _optimizer(dense: Floats, expert: Floats, machine: Machine) -> tuple[Floats,
     Per parameter of the shard: master weight and two moments are read and written, the gradient is read, the bf16
     weight written; the gradients' norm reads them once more. On the host master weight, moments and gradient (28 bytes
     with fp32 moments) go through its memory, which the accelerators of a node share; gradients are copied there, and
-    weights back.
+    weights back. Where the device updates what waits on the host, states are copied both ways instead.
     """
     work, columns, cluster, g = machine.work, machine.columns, machine.cluster, machine.groups
 
@@ -362,10 +363,13 @@ def _optimizer(dense: Floats, expert: Floats, machine: Machine) -> tuple[Floats,
     states = 8 + 4 * work.moment_bytes
     weight = 0 if work.precision == "fp32" else machine.item  # in fp32 weight and master weight are one
     moved = held * (states + 2 * work.gradient_bytes + weight) / machine.bandwidth
-    away = columns.offloads("optimizer")
-    update = np.where(away, held * (states + work.gradient_bytes) / machine.rates.host_memory, moved)
-    copies = np.where(away, held * (work.gradient_bytes + machine.item) / cluster.gpu.host_bandwidth, 0.0)
-    return update, copies
+    away = np.where(columns.offloads("optimizer"), columns.offload_fraction, 0.0)
+    if not machine.rates.host_update:
+        master = 0 if work.precision == "fp32" else 4 if work.master == "split" else 8
+        return moved, away * held * (master + 4 * work.moment_bytes) / cluster.gpu.host_bandwidth
+    there = held * (states + work.gradient_bytes) / machine.rates.host_memory
+    copies = held * (work.gradient_bytes + machine.item) / cluster.gpu.host_bandwidth
+    return (1 - away) * moved + away * there, away * copies
 
 
 def _activation_copies(layer: LayerSpec | str, kind: _Kind, machine: Machine) -> Floats:
@@ -376,10 +380,10 @@ def _activation_copies(layer: LayerSpec | str, kind: _Kind, machine: Machine) ->
         layer = work.model.mtp[0]
     if isinstance(layer, str):
         return np.zeros(len(columns))
-    kept = sum((row.left(columns) for row in layer_kept(work.model, layer, work, columns)), np.zeros(len(columns)))
-    once = kept / machine.cluster.gpu.host_bandwidth
+    rows = layer_kept(work.model, layer, work, columns)
+    once = offloaded(rows, layer.moe is not None, columns) / machine.cluster.gpu.host_bandwidth
     shown = np.maximum(once - kind.forward, 0.0) + np.maximum(once - kind.backward, 0.0)
-    return np.where(columns.offloads("activations"), shown, 0.0)
+    return shown
 
 
 # ---------------------------------------------------------------- pieces for a timeline

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.options import OFFLOAD as OFFLOAD
+from moesaic.spec.options import OFFLOAD_BLOCKS as OFFLOAD_BLOCKS
 from moesaic.spec.options import OVERLAP as OVERLAP
 from moesaic.spec.options import RECOMPUTE as RECOMPUTE
 from moesaic.spec.stages import Stage
@@ -44,6 +45,8 @@ class Workload:
     """Rows that the most loaded expert rank receives over the mean; 1 is perfect balance."""
     moment_bytes: int = 4
     """Bytes of one optimizer moment (there are two): 4 for fp32, 2 for bf16."""
+    master: Literal["fp32", "split"] = "fp32"
+    """How weights that compute in fewer bytes are kept in fp32: whole, or as the 2 bytes that the bf16 weight lacks."""
     gradient_bytes: int = 4
     """Bytes of one accumulated gradient."""
 
@@ -79,6 +82,10 @@ class Columns:
     """Bit i: entry i of OVERLAP."""
     offload: Ints
     """Bit i: entry i of OFFLOAD."""
+    offload_fraction: Floats
+    """Share of the optimizer's state that is offloaded with `optimizer`."""
+    offload_modules: Ints
+    """Bit i: entry i of OFFLOAD_BLOCKS, whose activations are offloaded with `activations`."""
     stages: Ints
     """Which of `stage_lists`."""
     stage_lists: tuple[tuple[Stage, ...], ...]
@@ -102,6 +109,7 @@ class Columns:
             ("recompute", RECOMPUTE),
             ("overlap", OVERLAP),
             ("offload", OFFLOAD),
+            ("offload_modules", OFFLOAD_BLOCKS),
         )
         for name, words in one:
             columns[name] = np.array([words.index(getattr(layout, name)) for layout in layouts], np.int64)
@@ -109,6 +117,7 @@ class Columns:
             columns[name] = np.array([bits(words, getattr(layout, name)) for layout in layouts], np.int64)
         return cls(
             **columns,
+            offload_fraction=np.array([layout.offload_fraction for layout in layouts], np.float64),
             ring=np.array([layout.cp_kind == "ring" for layout in layouts], bool),
             dp_outer=np.array([layout.order == "dp-outer" for layout in layouts], bool),
             stages=np.array([index[layout.stages] for layout in layouts], np.int64),

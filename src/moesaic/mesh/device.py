@@ -12,7 +12,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,46 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+class Side:
+    """Work beside the computation, in the order in which it is asked for: a stream of the accelerator, or a thread."""
+
+    def __init__(self, here: Device) -> None:
+        self._here = here
+        self._stream = torch.cuda.Stream(here.torch_device) if here.kind == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "side") if self._stream is None else None
+
+    def run(self, work: Callable[[], None]) -> Done:
+        """Start `work` once what the computation has queued so far is done. Returns at once."""
+        if self._thread is not None:
+            return Done(self._thread.submit(work))
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._here.torch_device))
+        with torch.cuda.stream(self._stream):
+            work()
+            return Done(self._stream.record_event())
+
+
+class Done:
+    """The end of a piece of work of a `Side`."""
+
+    def __init__(self, mark: Future[None] | torch.cuda.Event) -> None:
+        self._mark = mark
+
+    def wait(self) -> None:
+        """What the computation does from here on comes after the work. Raises what the work raised."""
+        if isinstance(self._mark, Future):
+            self._mark.result()
+        else:
+            torch.cuda.current_stream().wait_event(self._mark)
+
+    def finish(self) -> None:
+        """Wait until the work is done, as whoever reads its result on the host must."""
+        if isinstance(self._mark, Future):
+            self._mark.result()
+        else:
+            self._mark.synchronize()
 
 
 @dataclass
@@ -109,6 +150,10 @@ class Device:
         """Have this thread, which the process has just started, work on the device too."""
         if self.kind == "cuda":
             torch.cuda.set_device(self.torch_device)
+
+    def side(self) -> Side:
+        """A new lane for copies beside the computation."""
+        return Side(self)
 
     def memory_bytes(self) -> int:
         """Bytes in use now: allocated tensors on CUDA, resident set of the process on a CPU."""

@@ -34,7 +34,7 @@ from moesaic.model.expert_blocks import (
 )
 from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.expert_grouped import GroupedExperts
-from moesaic.model.expert_memory import POOL
+from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.expert_rows import SortedRows, Span
 from moesaic.model.expert_workers import run_experts
 from moesaic.model.kernels import compute_dtype
@@ -77,12 +77,15 @@ class _ExpertByExpert(torch.autograd.Function):
                     x_nD = gather_rows("x", x_TD, tokens_n, dtype)
                     if module.weights_on_input:
                         x_nD = x_nD.mul_(weight_n[:, None])
+                    h_nG = h_RG[rows] if keep else None
+                    if h_nG is None and dtype != x_TD.dtype:  # rounded as where it is kept: a second pass keeps it
+                        h_nG = WORKSPACE.get("rounded h", b - a, up_EGD.shape[1], x_TD, x_TD.dtype)
                     y_nD = expert_forward(
                         module.kind,
                         weights,
                         x_nD,
                         None if module.weights_on_input else weight_n,
-                        h_RG[rows] if keep else None,
+                        h_nG,
                     )
                     y_TD.index_add_(0, tokens_n, y_nD)
 

@@ -88,4 +88,6 @@ class LatentAttention(nn.Module):
         if self.mesh.cp.size == 1 and spec.v_head_dim < spec.head_dim:
             # As the attention core would, but here, where it can be dropped with the rest.
             v = F.pad(v, (0, spec.head_dim - spec.v_head_dim))
+        elif self.mesh.cp.size > 1 and self.mesh.cp_kind == "ring":
+            v = v.contiguous()  # likewise
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)

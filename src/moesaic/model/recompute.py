@@ -18,7 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,14 @@ from moesaic.model.deferred import active_queue, deferring
 T = TypeVar("T")
 Make = Callable[..., Tensor | tuple[Tensor, ...]]
 """Makes tensors from tensors, the same ones from the same. It must not hold any that backward would have to keep."""
+
+
+class Stand(Protocol):
+    """What is kept in a tensor's place."""
+
+    def take(self) -> Tensor:
+        """The tensor."""
+        ...
 
 
 class _Handle:
@@ -58,8 +66,8 @@ class _Handle:
         return value
 
 
-def _saved(packed: Any) -> Tensor:
-    return packed.take() if isinstance(packed, _Handle) else packed
+def _saved(packed: Tensor | Stand) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.take()
 
 
 class _Part:
@@ -108,7 +116,7 @@ class _Scope:
     """One layer's forward pass: its words, and the tensors made so far that can be made again, by their storages."""
 
     def __init__(self, words: frozenset[str]) -> None:
-        self.words = words
+        self.words, self.keep = words, _active.keep
         # A weak reference keeps an address from being another storage's while it stands here.
         self.made: dict[int, tuple[_Part, int, torch.dtype, StorageWeakRef]] = {}
 
@@ -116,7 +124,7 @@ class _Scope:
         """What to save in place of a tensor."""
         found = self.made.get(tensor.untyped_storage()._cdata)
         if found is None or found[2] != tensor.dtype:
-            return tensor
+            return tensor if self.keep is None else self.keep(tensor)
         return _Handle(found[0], found[1], (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def add(self, part: _Part, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -139,10 +147,22 @@ class _Record:
 
 class _Active(threading.local):
     scope: _Scope | None = None
+    keep: Callable[[Tensor], Tensor | Stand] | None = None
     record: _Record | None = None
 
 
 _active = _Active()
+
+
+@contextlib.contextmanager
+def keeping(keep: Callable[[Tensor], Tensor | Stand]) -> Iterator[None]:
+    """Layers' forward passes inside, on this thread: what is kept for backward all the same is kept as `keep` says."""
+    before, _active.keep = _active.keep, keep
+    try:
+        with saved_tensors_hooks(keep, _saved):
+            yield
+    finally:
+        _active.keep = before
 
 
 @contextlib.contextmanager

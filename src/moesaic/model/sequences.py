@@ -6,6 +6,7 @@ once. Every rank knows the whole rows; it attends for its context part of them, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 
@@ -100,6 +101,10 @@ class Sequences:
                 lengths = self.part(lengths)
             self._tables[key] = rope_table(spec, self.part_positions, lengths)
         return self._tables[key]
+
+    def tables(self) -> Iterator[Tensor]:
+        """The rotary tables made so far, which all layers share."""
+        return (table for pair in self._tables.values() for table in pair)
 
     def _document_lengths(self) -> Tensor:
         """Last position + 1 of each token's document, [1 or B, 1 or S]."""

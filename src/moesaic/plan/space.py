@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from moesaic.cost.rates import Stack
-from moesaic.cost.workload import DISPATCHERS, OFFLOAD, OVERLAP, RECOMPUTE, SCHEDULES, SHARDING, Columns, Ints, Workload
+from moesaic.cost.workload import (
+    DISPATCHERS,
+    OFFLOAD,
+    OFFLOAD_BLOCKS,
+    OVERLAP,
+    RECOMPUTE,
+    SCHEDULES,
+    SHARDING,
+    Columns,
+    Ints,
+    Workload,
+)
 from moesaic.cost.workload import bits as bits_of
 from moesaic.cost.workload import chosen as words_of
 from moesaic.spec.cluster import ClusterSpec
@@ -162,6 +173,8 @@ def base_columns(
         recompute=zero,
         overlap=zero,
         offload=zero,
+        offload_fraction=np.ones(number),
+        offload_modules=np.full(number, bits_of(OFFLOAD_BLOCKS, OFFLOAD_BLOCKS), np.int64),
         stages=index,
         stage_lists=stages.lists,
     )
@@ -243,4 +256,6 @@ def layouts_of(columns: Columns, model: ModelSpec) -> Iterator[Layout]:
             recompute=words_of(RECOMPUTE, int(columns.recompute[row])),
             overlap=words_of(OVERLAP, int(columns.overlap[row])),
             offload=words_of(OFFLOAD, int(columns.offload[row])),
+            offload_fraction=float(columns.offload_fraction[row]),
+            offload_modules=words_of(OFFLOAD_BLOCKS, int(columns.offload_modules[row])),
         )

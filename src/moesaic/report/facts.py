@@ -136,6 +136,7 @@ def fact_table(record: RunRecord) -> str:
         ("Tokenizer", data.get("tokenizer")),
         ("Batch", _batch(train)),
         ("Numbers", train.get("dtype")),
+        ("Moments", "bf16" if train.get("moment_dtype") == "bf16" else ""),
         ("Compressed", ", ".join(record.rows[-1].get("compression", ())) if record.rows else ""),
         ("Seed", train.get("seed")),
         ("Tokens trained", short(_tokens(record), 4)),

@@ -19,7 +19,7 @@ from .errors import SpecError, nearest
 from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, option_rules, stages_of
 from .model import ModelSpec
 from .nearest import refuse
-from .options import COMPRESSION, OFFLOAD, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words
+from .options import COMPRESSION, OFFLOAD, OFFLOAD_BLOCKS, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words
 from .stages import Stage
 from .tables import LayoutTable
 
@@ -98,6 +98,10 @@ class Layout:
     """What runs at the same time (the names of `cost.workload.OVERLAP`)."""
     offload: tuple[str, ...] = ()
     """What waits in host memory: `optimizer`, `activations`."""
+    offload_fraction: float = 1.0
+    """Share of the optimizer's state that waits there with `optimizer`."""
+    offload_modules: tuple[str, ...] = OFFLOAD_BLOCKS
+    """Parts of a layer whose activations wait there with `activations`."""
     compression: tuple[str, ...] = ()
     """What travels with fewer bits (`spec.options.COMPRESSION`)."""
 
@@ -267,6 +271,8 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
         recompute=words(table.recompute, RECOMPUTE, RECOMPUTE_SETS),
         overlap=words(table.overlap, OVERLAP),
         offload=words(table.offload, OFFLOAD),
+        offload_fraction=table.offload_fraction,
+        offload_modules=words(table.offload_modules, OFFLOAD_BLOCKS),
         compression=words(table.compression, COMPRESSION),
     )
 

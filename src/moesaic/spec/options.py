@@ -24,6 +24,11 @@ chunks under the matmul of others. `experts`: one micro-batch's forward under an
 the other's dispatch. `weight_gradients`: computed in the gaps that dispatch leaves."""
 OFFLOAD = ("optimizer", "activations")
 """What waits in host memory."""
+OFFLOAD_BLOCKS = ("norms", "attention", "mlp", "moe")
+"""Parts of a layer whose kept activations may wait in host memory: each tensor belongs to the part that reads it for
+its backward. `norms`: the layer's input and what attention has added to it. `attention`: from the first norm's output
+to the output projection's input. `mlp`, `moe`: from the second norm's output on, of dense layers and of layers with
+experts (their shared expert included)."""
 COMPRESSION = ("dispatch", "gradients")
 """What travels with fewer bits, which changes results a little. `dispatch`: rows to experts in fp8 (e4m3) with a scale
 per token. `gradients`: data-parallel sums of gradients sent in bf16 and added in fp32."""
@@ -35,10 +40,7 @@ FLEX_BACKENDS = ("portable", *FLEX_LIBRARIES)
 NOT_BUILT = {
     "overlap": ("tensor",),
     "recompute": ("auto",),
-    "offload": (
-        "optimizer",
-        "activations",
-    ),
+    "offload": (),
     "compression": (),
 }
 """Words that the planner prices and this package's trainer does not have."""
@@ -69,6 +71,20 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
         for word in () if isinstance(given, str) else given:
             if word not in known:
                 yield f"layout.{name} has {word!r}: {nearest(word, known)}"
+    yield from _offload_rules(table)
+
+
+def _offload_rules(table: LayoutTable) -> Iterator[str]:
+    """What does not go with host memory."""
+    if "activations" in table.offload and "full" in table.recompute:
+        yield (
+            'layout.offload has "activations" and layout.recompute "full", but recomputed layers keep nothing that '
+            "could wait: leave out one of them"
+        )
+    if "activations" in table.offload and not table.offload_modules:
+        yield 'layout.offload has "activations" and layout.offload_modules is empty: name modules or leave it out'
+    if "optimizer" in table.offload and table.offload_fraction == 0:
+        yield 'layout.offload has "optimizer" and layout.offload_fraction is 0: give a fraction or leave it out'
 
 
 def refuse_unbuilt(table: LayoutTable) -> None:
@@ -84,7 +100,7 @@ def refuse_unbuilt(table: LayoutTable) -> None:
         )
     for name, given, known in _options(table):
         asked = (given,) if isinstance(given, str) else words(given, known, RECOMPUTE_SETS)
-        missing = [word for word in asked if word in NOT_BUILT[name]]
+        missing = [word for word in asked if word in NOT_BUILT.get(name, ())]
         if missing:
             raise SpecError(f"layout.{name} {missing[0]!r} does not exist yet: leave it out.")
 
@@ -94,5 +110,6 @@ def _options(table: LayoutTable) -> tuple[tuple[str, str | list[str], tuple[str,
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),
         ("offload", table.offload, OFFLOAD),
+        ("offload_modules", table.offload_modules, OFFLOAD_BLOCKS),
         ("compression", table.compression, COMPRESSION),
     )

@@ -231,6 +231,17 @@ def _check(run: RunSpec) -> None:
             f"warm-up ({train.warmup_steps} steps) and decay ({train.decay_fraction:g} of {train.steps} steps) "
             f"overlap: lower train.warmup_steps or train.decay_fraction."
         )
+    if train.master == "split":
+        if train.dtype == "fp32":
+            raise SpecError(
+                'train.master is "split", but train.dtype is "fp32", whose weights are their own masters: there is '
+                'nothing to split, so use master "fp32" or dtype "bf16".'
+            )
+        if run.layout.sharding != "none":
+            raise SpecError(
+                f'train.master is "split" and layout.sharding is "{run.layout.sharding}", but sharded weights are '
+                'stored in fp32 and gathered from there: use master "fp32" or sharding "none".'
+            )
     if data.validation_path is not None and data.validation_fraction > 0:
         raise SpecError(
             f"data.validation_path is {data.validation_path!r} and data.validation_fraction is "

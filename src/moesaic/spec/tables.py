@@ -117,11 +117,19 @@ class LayoutTable(Table):
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "Modules computed again in the backward pass instead of kept; a run is refused those that it lacks. `auto` "
-        "takes the fastest set that fits the memory of cluster.gpu.",
+        "Modules computed again in the backward pass instead of kept: any of layernorm, core_attn, moe_act, mlp, "
+        "shared_experts, mla_up_proj, moe, loss, full, or the set sar (layernorm, moe_act); `auto` takes the fastest "
+        "set that fits the memory of cluster.gpu.",
     )
     recompute_headroom: float = _key(0.05, 'Share of memory that `recompute = "auto"` leaves free.', ge=0.0, lt=1.0)
-    offload: list[str] = _key([], "What waits in host memory; a run is refused what it lacks.")
+    offload: list[str] = _key([], "What waits in host memory: any of optimizer, activations.")
+    offload_fraction: float = _key(
+        1.0, "Share of the optimizer's state that waits in host memory with offload optimizer.", ge=0.0, le=1.0
+    )
+    offload_modules: list[str] = _key(
+        ["norms", "attention", "mlp", "moe"],
+        "Parts of a layer whose kept activations wait in host memory with offload activations.",
+    )
     compression: list[str] = _key(
         [],
         "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8), gradients "
@@ -149,6 +157,14 @@ class TrainTable(Table):
     clip: float = _key(1.0, "Largest norm of all gradients together; 0 leaves them alone.", ge=0.0)
     seed: int = _key(0, "Seed of the weights and of the data order.", ge=0, lt=2**63)
     dtype: Literal["fp32", "bf16"] = _key("fp32", "Precision of the forward pass; bf16 keeps fp32 master weights.")
+    moment_dtype: Literal["fp32", "bf16"] = _key(
+        "fp32", "Precision in which AdamW's moments are kept; bf16 changes results a little."
+    )
+    master: Literal["fp32", "split"] = _key(
+        "fp32",
+        "How a bf16 run keeps its fp32 weights: whole, or as the bf16 weight and the 16 bits that it lacks, which are "
+        "the same numbers in a third less memory.",
+    )
     eval_every: int = _key(100, "Steps between held-out evaluations; 0 means only after the last step.", "steps", ge=0)
     eval_batches: int = _key(8, "Micro-batches in one evaluation; 0 means all of the held-out data.", ge=0)
     log_every: int = _key(1, "Steps between lines of metrics.jsonl.", "steps", ge=1)

@@ -83,6 +83,11 @@ def dry_run(
             "layout.overlap 'experts' runs two micro-batches on threads of their own, which a dry run cannot follow: "
             "leave it out, and add one micro-batch's activations to what is found."
         )
+    if layout.offload:
+        raise SpecError(
+            f"layout.offload {layout.offload[0]!r} moves tensors to host memory, which a dry run does not follow: leave "
+            "it out, and take off what the planner says that it frees."
+        )
     keys, balance = run.train, run.balance
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys.dtype]
     weights = LossWeights(
@@ -105,6 +110,8 @@ def dry_run(
                 dtype,
                 sharding=layout.sharding,
                 replicas=layout.replicas,
+                moments={"fp32": torch.float32, "bf16": torch.bfloat16}[keys.moment_dtype],
+                split_masters=keys.master == "split",
                 beta1=keys.beta1,
                 beta2=keys.beta2,
                 eps=keys.eps,

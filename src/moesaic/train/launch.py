@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import moesaic
+from moesaic.cost.recompute import idle_words
 from moesaic.dispatch import LIBRARIES
 from moesaic.mesh import collectives
 from moesaic.mesh.device import device
@@ -246,7 +247,7 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
     ranks_per_node = ranks_per_node_here(world)
     layout, notes = chosen_layout(run, model, world, ranks_per_node)
     check_nodes(layout, ranks_per_node)
-    return layout, notes
+    return layout, notes + list(idle_words(layout, model, keys.seq_len))
 
 
 def _command() -> str:

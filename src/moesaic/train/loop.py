@@ -47,7 +47,7 @@ from moesaic.train.schedule import learning_rate
 from moesaic.train.sharded_state import rng_to_read
 from moesaic.train.signals import StopRequest
 from moesaic.train.start import initial_decoder
-from moesaic.train.state import TrainState
+from moesaic.train.state import Host, TrainState
 from moesaic.train.step import StepResult, evaluate, train_step
 
 DONE, STOPPED = 0, 3
@@ -108,6 +108,9 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
         dtype,
         sharding=layout.sharding,
         replicas=layout.replicas,
+        host=Host.of(layout, folder),
+        moments={"fp32": torch.float32, "bf16": torch.bfloat16}[keys.moment_dtype],
+        split_masters=keys.master == "split",
         beta1=keys.beta1,
         beta2=keys.beta2,
         eps=keys.eps,
@@ -153,6 +156,8 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
         run, spec, decoder.routers(), first=launch.first, is_first=launch.is_first, resume=resume, notes=notes
     )
     labels = benchmark_only(run.balance)
+    if keys.moment_dtype != "fp32":
+        notes.append("AdamW's moments are kept in bf16, which changes results a little (train.moment_dtype).")
     compression = layout.compressed
     if compression:
         notes.append(f"Compressed, which changes results a little: {', '.join(compression)} (layout.compression).")
@@ -239,6 +244,8 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
                 row.update(held_out)
                 if labels:
                     row["benchmark_only"] = labels
+                if keys.moment_dtype != "fp32":
+                    row["moment_dtype"] = keys.moment_dtype
                 if compression:
                     row["compression"] = list(compression)
                 metrics.write(row)
@@ -303,7 +310,7 @@ def _restore(path: Path, spec: ModelSpec, state: TrainState, group: Group, notes
     wanted["rng"], more = rng_to_read(path, saved, generators, group)
     notes += more
     checkpoint.read(path, wanted, group)
-    state.optimizer.round_masters()
+    state.take(wanted)
     device().set_rng_state(generators)
     return progress
 

@@ -23,6 +23,7 @@ One line of metrics.jsonl describes one step:
     expert_load               {layer: [share of the routed tokens per expert]}
     peak_memory_bytes
     benchmark_only            [what was forced on the routers], where something was
+    moment_dtype              "bf16", where AdamW's moments are kept in it, which changes results a little
     compression               [what travelled with fewer bits, which changes results a little], where something did
     validation_loss           nats per token, in steps with an evaluation
     validation_bits_per_byte
@@ -160,7 +161,7 @@ def _tensorboard(folder: Path, last_step: int) -> Any:
 
 def _scalars(row: Row) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
-        if name in ("step", "expert_load", "benchmark_only", "compression"):
+        if name in ("step", "expert_load", "benchmark_only", "compression", "moment_dtype"):
             continue
         if isinstance(value, dict):
             yield from ((f"{name}/{key}", number) for key, number in value.items())

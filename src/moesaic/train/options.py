@@ -74,7 +74,7 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
     together = {(o, r): _legal(run, model, world, o, r) for o in overlaps for r in recomputes}
     work = Workload(
         model, keys.seq_len, keys.global_batch, precision="fp32" if keys.dtype == "fp32" else "bf16",
-        mtp=keys.mtp_weight > 0,
+        mtp=keys.mtp_weight > 0, moment_bytes=2 if keys.moment_dtype == "bf16" else 4, master=keys.master,
     )  # fmt: skip
     overlaps = [o for o in overlaps if any(together[o, r] for r in recomputes)]
     recomputes = [r for r in recomputes if all(together[o, r] for o in overlaps)]

@@ -22,7 +22,15 @@ def workload(run: RunSpec, spec: ModelSpec) -> Workload:
     """What a run trains, for the cost model."""
     keys = run.train
     precision = "fp32" if keys.dtype == "fp32" else "bf16"
-    return Workload(spec, keys.seq_len, keys.global_batch, precision=precision, mtp=keys.mtp_weight > 0)  # type: ignore[arg-type]
+    return Workload(
+        spec,
+        keys.seq_len,
+        keys.global_batch,
+        precision=precision,  # type: ignore[arg-type]
+        mtp=keys.mtp_weight > 0,
+        moment_bytes=2 if keys.moment_dtype == "bf16" else 4,
+        master=keys.master,
+    )
 
 
 def predict(run: RunSpec, spec: ModelSpec, layout: Layout) -> list[StageMemory]:

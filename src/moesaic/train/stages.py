@@ -7,6 +7,7 @@ stage's part of the loss.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,12 +87,13 @@ class Work:
     def run(self) -> None:
         """All micro-batches, where there is no pipeline: one after the other, or two at once."""
         (stage,) = self.runners().values()
-        if "experts" in self.overlap and self.micros:
-            self._run_in_pairs(stage)
-            return
-        for number in range(len(self.micros)):
-            stage.forward(number, None)
-            stage.backward(number, None)
+        with lanes.filling(stage.filler):
+            if "experts" in self.overlap and self.micros:
+                self._run_in_pairs(stage)
+                return
+            for number in range(len(self.micros)):
+                stage.forward(number, None)
+                stage.backward(number, None)
 
     def _run_in_pairs(self, stage: StageWork) -> None:
         """Each forward but the first beside the backward of the micro-batch before it."""
@@ -115,7 +117,9 @@ class StageWork:
         self._work, self._index = work, index
         self._keeps, self._splits = backward, split_backward
         self._fills = backward and bool({"between", "weight_gradients"} & set(work.overlap)) and not split_backward
-        """Whether weight gradients fill what backward waits for messages."""
+        """Whether weight gradients fill waits for messages."""
+        self._late: deque[WeightGradients] = deque()
+        """What backward has left to fill waits with, by micro-batch, oldest first."""
         self._open: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
         self._backwards_left = self._passes_left = len(work.micros)
@@ -166,15 +170,28 @@ class StageWork:
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
         queue = self._left.pop(micro) if self._fills else None
+        if queue is not None:
+            self._late.append(queue)
         completes = contextlib.nullcontext() if self._splits else self._last_pass(queue)
-        with work.clock.phase("backward"), completes, lanes.filling(None if queue is None else queue.run_one):
+        with work.clock.phase("backward"), completes, lanes.filling(self.filler):
             roots: list[tuple[Any, Tensor | None]] = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
             torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
-            if queue is not None:
-                queue.run_each()
+            # This micro-batch's fill the waits of the next one, which begins with messages and nothing to do beside.
+            # Where sums begin under the last pass, only that pass may add to gradients.
+            last = 0 if work.reduction is None else 1
+            while len(self._late) > (self._backwards_left > last):
+                self._late.popleft().run_each()
         return None if x is None else x.grad
+
+    @property
+    def filler(self) -> lanes.Filler | None:
+        """What computes one of the weight gradients that backward has left, where they fill waits."""
+        return self._fill if self._fills else None
+
+    def _fill(self) -> bool:
+        return any(queue.run_one() for queue in self._late)
 
     def weight_gradients(self, micro: int) -> None:
         """The weight gradients that `backward` left for later."""

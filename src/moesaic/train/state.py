@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +12,35 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group
+from moesaic.mesh.host_memory import HostMemory
 from moesaic.model.decoder import Decoder
+from moesaic.spec.layout import Layout
+from moesaic.spec.options import OFFLOAD_BLOCKS
 from moesaic.train.checkpoint import State, model_state
 from moesaic.train.gradients import GradientSums
+from moesaic.train.offload import SMALLEST, ActivationOffload
 from moesaic.train.optimizer import Optimizer
 from moesaic.train.overlapped import OverlappedSums
-from moesaic.train.sharded_state import rng_entry, shards_of
+from moesaic.train.packed import Storing
+from moesaic.train.sharded_state import Shards, rng_entry, shards_of
 from moesaic.train.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Host:
+    """What waits in host memory: `what` of `spec.options.OFFLOAD`; of the optimizer's state a `fraction`; of the kept
+    activations those of `modules`, tensors of `smallest` bytes and more. `folder`: where files stand for it."""
+
+    what: tuple[str, ...] = ()
+    fraction: float = 1.0
+    modules: tuple[str, ...] = OFFLOAD_BLOCKS
+    smallest: int = SMALLEST
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, layout: Layout, folder: Path | None = None) -> Host:
+        """As a layout says."""
+        return cls(layout.offload, layout.offload_fraction, layout.offload_modules, folder=folder)
 
 
 @dataclass
@@ -27,12 +50,24 @@ class TrainState:
     decoder: Decoder
     optimizer: Optimizer
     sharding: Sharding
+    activations: ActivationOffload | None = None
+    """What sends kept activations to the host, if anything does."""
 
     @classmethod
     def of(
-        cls, decoder: Decoder, dtype: torch.dtype, *, sharding: str = "none", replicas: int = 1, **adamw: Any
+        cls,
+        decoder: Decoder,
+        dtype: torch.dtype,
+        *,
+        sharding: str = "none",
+        replicas: int = 1,
+        host: Host | None = None,
+        moments: torch.dtype = torch.float32,
+        split_masters: bool = False,
+        **adamw: Any,
     ) -> TrainState:
-        """Prepare a decoder with fp32 weights for training in `dtype`. `adamw`: see `Optimizer`.
+        """Prepare a decoder with fp32 weights for training in `dtype`. `host` says what waits in host memory, `moments`
+        and `split_masters` how the rest of the state is kept; `adamw`: see `Optimizer`.
 
         The layout of the decoder's mesh says what overlaps and what is compressed.
         """
@@ -52,21 +87,31 @@ class TrainState:
         )
         decoder.to(device().torch_device)
         sums = GradientSums(mesh, spread.held, compress) if mesh.world.size > 1 else None
-        optimizer = Optimizer(decoder, dtype=dtype, sums=sums, **adamw)
+        host = host or Host()
+        memory = HostMemory(host.folder) if host.what else None
+        storing = Storing(moments, split_masters, memory if "optimizer" in host.what else None, host.fraction)
+        optimizer = Optimizer(decoder, dtype=dtype, sums=sums, storing=storing, **adamw)
         if sums is not None and "gradients" in overlap:
             optimizer.overlap = OverlappedSums(decoder, sums, optimizer.masters)
-        return cls(decoder, optimizer, spread)
+        activations = None
+        if "activations" in host.what:
+            assert memory is not None
+            activations = ActivationOffload(decoder, memory, host.modules, host.smallest)
+        return cls(decoder, optimizer, spread, activations)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that training changes, by name: weights (the fp32 masters) and buffers that are here."""
+        """Everything that training changes, by name: buffers, and weights (the fp32 masters where they are here)."""
         plain = {name: t for name, t in self.decoder.state_dict().items() if not isinstance(t, DTensor)}
-        return {**plain, **self.optimizer.masters}
+        packed = self.optimizer.packed
+        here = {n: m for n, m in self.optimizer.masters.items() if n not in packed or packed[n].stays}
+        return {**plain, **here}
 
     def saved(self, group: Group) -> State:
-        """What a checkpoint holds of this rank, as live tensors: weights (the fp32 masters) and buffers, moments,
-        random state. `group`: all ranks."""
-        weights: dict[str, Any] = dict(self.optimizer.masters)
-        moments: dict[str, dict[str, Any]] = self.optimizer.state()
+        """What a checkpoint holds of this rank: weights (the fp32 masters) and buffers, moments, random state. `group`:
+        all ranks. Tensors are live, or copies of what is stored otherwise: whoever reads into them calls `take`."""
+        weights: dict[str, Any]
+        moments: dict[str, dict[str, Any]]
+        weights, moments = self.optimizer.saved()  # type: ignore[assignment]
         if group.size > 1:
             weights = self._shards(weights)
             # Moments are as large as their parameter; the count of updates is a number.
@@ -78,6 +123,16 @@ class TrainState:
             "optimizer": moments,
             "rng": rng_entry(device().rng_state(), group),
         }
+
+    def take(self, read: State) -> None:
+        """Go on from what `saved` returned, whose tensors have been read into."""
+
+        def local(tensor: Any) -> Tensor:
+            return tensor.local if isinstance(tensor, Shards) else tensor  # type: ignore[no-any-return]
+
+        weights = {name: local(read["model"][name]) for name in self.optimizer.masters}
+        moments = {name: {k: local(t) for k, t in each.items()} for name, each in read["optimizer"].items()}
+        self.optimizer.take(weights, moments)
 
     def _shards(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """This rank's rows of parameters, or of what has their shape, as parts of the whole ones."""

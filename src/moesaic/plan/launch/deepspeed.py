@@ -11,7 +11,7 @@ from typing import Any
 
 from moesaic.spec.model import ModelSpec
 
-from .parts import Draft, comment, heading
+from .parts import Draft, comment, heading, note_storage
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -149,6 +149,7 @@ def _losses(draft: Draft, plan: Plan) -> None:
         draft.lost(f"overlap of parameters with sharding {layout.sharding}; ZeRO below stage 3 gathers after the step")
     if "activations" in layout.offload:
         draft.lost("activations in host memory")
+    note_storage(draft, plan)
     if work.moment_bytes != 4:
         draft.lost(f"moments of {work.moment_bytes} bytes; ZeRO keeps them in fp32, 4 bytes")
 

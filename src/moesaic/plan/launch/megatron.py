@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from moesaic.cost.workload import Precision
 
 from .megatron_model import Args, model_args
-from .parts import Draft, Shape, Value, shape, short_stages
+from .parts import Draft, Shape, Value, note_storage, shape, short_stages
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -61,6 +61,7 @@ def megatron_args(draft: Draft, plan: Plan) -> Args:
     args |= _recompute(draft, plan, parts)
     args |= _overlap(draft, plan, parts, mtp)
     args |= _offload(draft, plan)
+    note_storage(draft, plan)
     _environment(draft, plan)
     return args | {
         "--train-iters": 100,

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.spec.model import RopeSpec
 
-from .parts import Draft, Shape, comment, heading, shape, yaml_text
+from .parts import Draft, Shape, comment, heading, note_storage, shape, yaml_text
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -221,6 +221,7 @@ def _losses(draft: Draft, plan: Plan) -> None:
     for word in layout.overlap:
         if word not in ("gradients", "tensor"):
             draft.lost(f"overlap of {word}")
+    note_storage(draft, plan)
     if work.moment_bytes != 4:
         draft.lost(f"moments of {work.moment_bytes} bytes; they are fp32, 4 bytes")
     if layout.pp > 1:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from moesaic.spec.options import OFFLOAD_BLOCKS
 from moesaic.spec.stages import Stage, stages_text
 
 from .plan import Plan
@@ -159,3 +160,14 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
         return repr(value).replace("e", ".0e")
     return json.dumps(value)
+
+
+def note_storage(draft: Draft, plan: Plan) -> None:
+    """What no other stack than this project's has of a state's storage and of offload."""
+    layout = plan.layout
+    if plan.workload.master == "split":
+        draft.lost("masters that are split in two; they are fp32, 4 bytes")
+    if "optimizer" in layout.offload and layout.offload_fraction < 1:
+        draft.lost(f"a share of {layout.offload_fraction:g} of the optimizer in host memory; all of it is")
+    if "activations" in layout.offload and layout.offload_modules != OFFLOAD_BLOCKS:
+        draft.lost(f"activations of {', '.join(layout.offload_modules)} alone in host memory; all that can be are")

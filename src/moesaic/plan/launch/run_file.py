@@ -41,12 +41,8 @@ def run_tables(draft: Draft, plan: Plan) -> dict[str, dict[str, Any]]:
     work, layout = plan.workload, plan.layout
     if work.precision not in ("fp32", "bf16"):
         raise draft.refuse(f"train.dtype {work.precision!r} does not exist yet: use bf16 or fp32")
-    if layout.offload:
-        raise draft.refuse(f"offload of {' and '.join(layout.offload)} does not exist yet: use none")
     if layout.schedule == "dualpipe":
         raise draft.refuse("layout.schedule 'dualpipe' does not exist yet: use 1f1b, interleaved or zero_bubble")
-    if work.moment_bytes != 4:
-        draft.lost(f"moments of {work.moment_bytes} bytes; the trainer keeps them in fp32, 4 bytes")
     if work.gradient_bytes != 4:
         draft.lost(f"gradients of {work.gradient_bytes} bytes; the trainer sums them in fp32, 4 bytes")
     if work.model.mtp and not work.mtp:
@@ -63,6 +59,10 @@ def run_tables(draft: Draft, plan: Plan) -> dict[str, dict[str, Any]]:
         "cluster": {"gpu": plan.cluster.gpu.name, "nodes": plan.nodes, "gpus_per_node": plan.gpus_per_node},
         "run": {"name": plan.name},
     }
+    if work.moment_bytes == 2:
+        tables["train"]["moment_dtype"] = "bf16"
+    if work.master == "split":
+        tables["train"]["master"] = "split"
     if work.model.mtp and not work.mtp:
         tables["train"]["mtp_weight"] = 0.0
     draft.remark("[data] path is missing: name your text or tokens")
@@ -83,6 +83,10 @@ def _layout(layout: Layout, layers: int, mtp: int) -> dict[str, Any]:
         table |= {"dispatcher": "flex", "dispatcher_backend": layout.dispatcher}
     table |= {name: list(getattr(layout, name)) or "none" for name in ("overlap", "recompute")}
     table |= {name: list(getattr(layout, name)) for name in ("offload", "compression") if getattr(layout, name)}
+    if "optimizer" in layout.offload:
+        table["offload_fraction"] = layout.offload_fraction
+    if "activations" in layout.offload:
+        table["offload_modules"] = list(layout.offload_modules)
     if layout.stages != default_stages(len(layout.stages), layers, mtp):
         table["stages"] = short_stages(layout.stages, mtp)
     return table

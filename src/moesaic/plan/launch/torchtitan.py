@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.spec.model import ModelSpec
 
-from .parts import Draft, comment, heading
+from .parts import Draft, comment, heading, note_storage
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -113,6 +113,7 @@ def _settings(draft: Draft, plan: Plan, module: str) -> dict[str, Any]:
         draft.remark("training.enable_cpu_offload sends parameters and gradients to the host along with the optimizer")
     if "activations" in layout.offload:
         draft.lost("activations in host memory")
+    note_storage(draft, plan)
     if work.moment_bytes != 4:
         draft.lost(f"moments of {work.moment_bytes} bytes; they are fp32, 4 bytes")
     if work.gradient_bytes != 4:
