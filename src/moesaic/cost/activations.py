@@ -91,10 +91,12 @@ def attention_kept(
     own = tokens_between(work, columns, habits)
     heads, out = attention.heads, attention.heads * attention.v_head_dim
     core = ("core_attn",) if habits.drops_core else ()
-    inside, ulysses = gathered_tokens(own, columns, habits), (columns.cp > 1) & np.logical_not(columns.ring)
-    # A padded output is the core's; what goes on from it is a copy without the padding. A ring works unpadded.
+    gathered, ulysses = gathered_tokens(own, columns, habits), (columns.cp > 1) & np.logical_not(columns.ring)
+    alone = gathered == 0
+    # A padded output is the core's, and ulysses sends it on without the padding. A ring works unpadded.
     padded = habits.padded_values and attention.v_head_dim < attention.head_dim
-    outputs = 1 if padded else np.where(ulysses, 2, 1)
+    once = a * out * tokens * np.where(ulysses & padded, 0, 1)
+    travelled = a * out * tokens * ulysses
     kept = [
         Kept("residual", "layer input, read by the first norm", a * hidden * own, always=True),
         Kept("norms", "one fp32 statistic of each norm", 2 * FP32 * own),
@@ -109,14 +111,14 @@ def attention_kept(
         # Ulysses' values arrive in one tensor with queries and keys, beside their padded copy.
         value = value + (attention.v_head_dim * ulysses if padded else 0)
         joined = heads * (2 * attention.head_dim + value)
-        read = q * (rank + kv_rank) * own
-        if not habits.gathers_again:
-            wide = (rank or hidden) + kv_rank + (attention.rope_dim or 0)
-            read = np.where(columns.tp > 1, a * wide * inside, read)
+        wide = (rank or hidden) + kv_rank + (attention.rope_dim or 0)
         kept += [
             Kept("norms", "first norm's output", copies * q * hidden * own, ("layernorm",)),
             Kept("latents", "down projections' outputs, read by the latent norms", a * latents * own),
-            Kept("latents", "latent norms' outputs, read by the up projections", read, up),
+            Kept(
+                "latents", "latent norms' outputs, read by the up projections", q * (rank + kv_rank) * own * alone, up
+            ),
+            Kept("latents", "what was gathered for the up projections", a * wide * gathered),
             Kept("latents", "statistics of the latent norms", FP32 * (1 + (rank > 0)) * own),
             Kept("qkv", "queries, keys and values of every head", a * joined * tokens, up),
         ]
@@ -125,7 +127,8 @@ def attention_kept(
         kv = np.maximum(attention.kv_heads, parts) * (attention.head_dim + attention.v_head_dim)
         label = () if habits.fused_norms else ("layernorm",)
         kept += [
-            Kept("norms", "first norm's output", q * hidden * inside, label),
+            Kept("norms", "first norm's output", q * hidden * own * alone, label),
+            Kept("norms", "first norm's output, gathered", q * hidden * gathered),
             Kept("qkv", "queries, keys and values, rotated", a * (heads * attention.head_dim + kv) * tokens),
         ]
         if attention.qk_norm != "none":
@@ -137,12 +140,11 @@ def attention_kept(
         width = np.where(columns.ring, 0, heads * attention.head_dim)
         kept.append(Kept("attention", "core's padded output", a * width * tokens, core))
     if habits.drops_core:
-        # Under ulysses the second of the two has travelled, so it stays.
-        once = a * out * tokens
+        # What has travelled stays.
         kept.append(Kept("attention", "core's output", once, core))
-        kept.append(Kept("attention", "what travelled of it, read by the output projection", (outputs - 1) * once))
+        kept.append(Kept("attention", "what travelled of it, read by the output projection", travelled))
     else:
-        kept.append(Kept("attention", "core's output, read by the output projection", a * out * outputs * tokens))
+        kept.append(Kept("attention", "core's output, read by the output projection", once + travelled))
     kept += [
         Kept("residual", "input of the second norm", a * hidden * own),
     ]
@@ -160,9 +162,11 @@ def mlp_kept(mlp: MlpSpec, hidden: int, work: Workload, columns: Columns, habits
     """A dense feed-forward block with the norm before it."""
     tokens, a, q = tokens_per_rank(work, columns), value_bytes(work.precision), input_bytes(work.precision)
     own = tokens_between(work, columns, habits)
+    gathered = gathered_tokens(own, columns, habits)
     norm = ("mlp",) if habits.fused_norms else ("layernorm",)
     return [
-        Kept("norms", "second norm's output", q * hidden * gathered_tokens(own, columns, habits), norm),
+        Kept("norms", "second norm's output", q * hidden * own * (gathered == 0), norm),
+        Kept("norms", "second norm's output, gathered", q * hidden * gathered),
         Kept("mlp", "first matmul's output", a * first_width(mlp) * tokens, ("mlp",)),
         Kept("mlp", "activation, read by the second matmul", q * mlp.width * tokens, ("mlp",)),
     ]
@@ -178,8 +182,15 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     experts, rows = moe.router.experts, routed_rows(moe, work, columns)
     narrow = rows / columns.etp
     moe_only, first = ("moe",), a * first_width(moe.expert) * narrow
+    read = np.ones(len(columns))
+    if not habits.rows and a < FP32:
+        # The router reads a copy in fp32. The norm's output itself stays for experts that are all here and for what
+        # stands beside them.
+        beside = moe.shared is not None and (moe.shared_combine != "sum")
+        alone = gathered_tokens(tokens, columns, habits) == 0
+        read = ((columns.ep * columns.etp == 1) | beside | (alone & (moe.shared is not None))).astype(np.float64)
     kept = [
-        Kept("norms", "second norm's output, read by the router", a * hidden * tokens, ("layernorm",)),
+        Kept("norms", "second norm's output, read by the router", a * hidden * tokens * read, ("layernorm",)),
         Kept("experts", "first matmul's output", first, moe_only),
     ]
     if habits.rows:
@@ -196,6 +207,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
         brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
         sent = received_tokens(moe, work, columns) / columns.etp
         route = np.where(columns.dispatches("alltoall") & (columns.ep > 1), INT64 * (2 * sent + tokens + 1), 0.0)
+        if a < FP32:
+            copies = FP32 * hidden * (tokens + experts)
+            kept.append(Kept("router", "its input and its weight in fp32", copies, moe_only))
         kept += [
             Kept("router", "fp32 scores and the choices, int64", chosen, moe_only),
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
@@ -215,16 +229,16 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             Kept("shared_experts", "first matmul's output", a * first_width(moe.shared) * tokens, shared),
             Kept("shared_experts", "activation, read by the second matmul", q * moe.shared.width * tokens, shared),
         ]
-        if not habits.gathers_again:
-            gathered = np.where(columns.tp > 1, q * hidden * gathered_tokens(tokens, columns, habits), 0.0)
-            kept.append(Kept("shared_experts", "gathered input", gathered, shared))
+        gathered = q * hidden * gathered_tokens(tokens, columns, habits)
+        kept.append(Kept("shared_experts", "gathered input", gathered, moe_only))
         if moe.shared_combine != "sum":
             label = moe_only if habits.drops_core else shared
             kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
             if not habits.rows:
-                shares = 1 if moe.shared_combine == "sigmoid_gate" else 2 + hidden
-                what = "gates, and where there are two, the routed experts' sum"
-                kept.append(Kept("shared_experts", what, a * shares * tokens, moe_only))
+                gates = 1 if moe.shared_combine == "sigmoid_gate" else 2
+                kept.append(Kept("shared_experts", "gates", a * gates * tokens, moe_only))
+                if moe.shared_combine == "learned":
+                    kept.append(Kept("experts", "their sum, for the gate's backward", a * hidden * tokens, moe_only))
     return kept
 
 
@@ -256,8 +270,9 @@ def logits_bytes(vocabulary: Floats, work: Workload, columns: Columns, habits: H
 
 
 def gathered_tokens(own: Floats, columns: Columns, habits: Habits) -> Floats:
-    """Tokens whose matmul inputs a rank keeps: its own, or its tensor group's where backward does not gather again."""
-    return own if habits.gathers_again else own * columns.tp
+    """Tokens of whose gathered matmul inputs a rank keeps a copy: its tensor group's where backward does not gather
+    them again, else none. No recompute label drops it, for making it again would communicate."""
+    return np.zeros_like(own) if habits.gathers_again else np.where(columns.tp > 1, own * columns.tp, 0.0)
 
 
 def first_width(mlp: MlpSpec) -> int:

@@ -69,13 +69,16 @@ class Optimizer:
             for name, parameter in self.parameters.items()
             if parameter is not self.masters[name] and name not in self._spread
         ]
+        dry = any(master.is_meta for master in self.masters.values())
         groups: list[dict[str, Any]] = [
             {"params": [m for n, m in self.masters.items() if decays(n, m)], "weight_decay": weight_decay},
             {"params": [m for n, m in self.masters.items() if not decays(n, m)], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True
+            [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=not dry
         )
+        for group in self._adamw.param_groups:
+            group["fused"] = True  # which the constructor refuses where tensors have no memory
         # The moments exist from the start, so that a checkpoint of step 0 and one of step 1000 have the same keys.
         for master in self.masters.values():
             self._adamw.state[master] = {
