@@ -121,11 +121,17 @@ class Cluster:
         """`torchrun` with `arguments` on every host, one job; see `run`."""
         return self.run(self.torchrun_command(arguments), **options)  # type: ignore[arg-type]
 
-    def torchrun_command(self, arguments: Sequence[str]) -> list[str]:
-        """The command, the same on every host: its shell fills in the host's number."""
+    def sent(self) -> list[int]:
+        """Bytes that have left each host over its link since it is up."""
+        count = "/sys/class/net/eth0/statistics/tx_bytes"
+        return [int(text) for text in self.run(["cat", count])]
+
+    def torchrun_command(self, arguments: Sequence[str], python: str = sys.executable, port: int = PORT) -> list[str]:
+        """The command, the same on every host: its shell fills in the host's number. Jobs at the same time need
+        different ports."""
         start = (
-            f"exec {sys.executable} -m torch.distributed.run --nnodes {self.hosts} --node-rank $NODE_RANK "
-            f"--nproc-per-node {self.ranks_per_host} --master-addr $MASTER_ADDR --master-port $MASTER_PORT "
+            f"exec {python} -W ignore -m torch.distributed.run --nnodes {self.hosts} --node-rank $NODE_RANK "
+            f"--nproc-per-node {self.ranks_per_host} --master-addr $MASTER_ADDR --master-port {port} "
             f'--local-addr {SUBNET}.$((NODE_RANK + 1)) "$@"'
         )
         return ["sh", "-c", start, "sh", *arguments]

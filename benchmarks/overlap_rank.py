@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moesaic.mesh import messages
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.decoder import Decoder
 from moesaic.model.losses import LossWeights
@@ -32,41 +33,49 @@ Interval = tuple[float, float]
 
 
 class Trace:
-    """Intervals of all-to-alls on their way and of waiting for them, on this rank."""
+    """Intervals of messages on their way and of waiting for them, on this rank.
+
+    `travelling` and `waiting` are of messages to experts and back, `others` on their way of all the rest: sums of
+    gradients at the end of a step.
+    """
 
     def __init__(self) -> None:
         self.travelling: list[Interval] = []
         self.waiting: list[Interval] = []
+        self.others: list[Interval] = []
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Watch torch.distributed's all-to-all from now on."""
-        real = dist.all_to_all_single
+        """Watch all exchanges between ranks from now on."""
+        real = messages.exchange
 
-        def watched(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(pieces: Any, places: Any, group: Any) -> Any:
             start = time.perf_counter()
-            wanted = kwargs.pop("async_op", False)
-            work = real(out, given, *args, async_op=True, **kwargs)
-            work.get_future().add_done_callback(lambda _: self._add(self.travelling, start))
-            watched_work = _Watched(work, self)
-            if wanted:
-                return watched_work
-            watched_work.wait()
-            return None
+            work = real(pieces, places, group)
+            to_experts = group.name.startswith("ep")
+            to = self.travelling if to_experts else self.others
+            work.watched(lambda: self._add(to, start))
+            return _Watched(work, self) if to_experts else work
 
-        dist.all_to_all_single = watched
+        messages.exchange = watched
 
     def _add(self, to: list[Interval], start: float) -> None:
         end = time.perf_counter()
         with self._lock:
             to.append((start, end))
 
-    def take(self) -> tuple[float, float]:
-        """Seconds in which something travelled and, of these, seconds spent waiting; then forgets them."""
+    def take(self) -> dict[str, float]:
+        """Seconds in which something travelled to or from experts, seconds of these spent waiting, and seconds in which
+        anything else travelled; then forgets them."""
         with self._lock:
-            travelling, waiting = union(self.travelling), union(self.waiting)
-            self.travelling, self.waiting = [], []
-        return length(travelling), length(both(travelling, waiting))
+            travelling, waiting, others = union(self.travelling), union(self.waiting), union(self.others)
+            for each in (self.travelling, self.waiting, self.others):
+                each.clear()
+        return {
+            "travelling": length(travelling),
+            "waiting": length(both(travelling, waiting)),
+            "others": length(others) - length(both(travelling, others)),
+        }
 
 
 class _Watched:
@@ -165,12 +174,9 @@ def main() -> None:
             busy = time.process_time() - cpu
             dist.barrier()
             seconds = time.perf_counter() - start
-            travelling, waiting = trace.take()
+            traced = trace.take()
             if turn:  # the first one warms up
-                found[name].append(
-                    {"seconds": seconds, "own": mine, "cpu": busy, "travelling": travelling, "waiting": waiting,
-                     "loss": loss}
-                )  # fmt: skip
+                found[name].append({"seconds": seconds, "own": mine, "cpu": busy, "loss": loss, **traced})
     if dist.get_rank() == 0:
         sys.stdout.write("RESULT " + json.dumps(found) + "\n")
         sys.stdout.flush()

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.cluster import PORT, Cluster
 from benchmarks.peers.parallel.registry import Degrees, ParallelPeer, interpreter
 from benchmarks.peers.workload import LayerShape, StepShape, as_json
 from benchmarks.rounds import MALLOC, ROOT, Row
@@ -34,9 +35,22 @@ class TeamError(Exception):
 
 
 class Team:
-    """`ranks` processes under one torchrun, each of which has imported the peer's adapter."""
+    """`ranks` processes under one torchrun, each of which has imported the peer's adapter.
 
-    def __init__(self, python: Path, adapter: str, ranks: int, malloc: str, threads: int, log: Path) -> None:
+    With `hosts`, a cluster that is up, there is a torchrun on each of its hosts, which meet at `port`.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        adapter: str,
+        ranks: int,
+        malloc: str,
+        threads: int,
+        log: Path,
+        hosts: Cluster | None = None,
+        port: int = PORT,
+    ) -> None:
         known = {name for setting in MALLOC.values() for name in setting}
         environment = {name: value for name, value in os.environ.items() if name not in known}
         environment |= MALLOC[malloc]
@@ -50,18 +64,29 @@ class Team:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(ranks)
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        run = [str(python), "-W", "ignore", "-m", "torch.distributed.run"]
+        run += ["--standalone", "--nproc-per-node", str(ranks)]
         rank = ["-m", "benchmarks.peers.parallel.rank", adapter, str(path)]
+        commands = [([*run, *rank], environment)]
+        if hosts is not None:
+            command = hosts.torchrun_command(rank, str(python), port)
+            commands = [
+                (["ip", "netns", "exec", name, *command], environment | hosts.environment(host))
+                for host, name in enumerate(hosts.names)
+            ]
         with log.open("ab") as sink:
-            self.process = subprocess.Popen(
-                [str(python), "-W", "ignore", *run, *rank],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                cwd=ROOT,
-                env=environment,
-                start_new_session=True,
-            )
+            self.processes = [
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    cwd=ROOT,
+                    env=told,
+                    start_new_session=True,
+                )
+                for command, told in commands
+            ]
         self._links: list[socket.socket] = []
         self._buffers: list[bytes] = [b""] * ranks
         self._children: list[int] = []
@@ -77,8 +102,9 @@ class Team:
             try:
                 link, _ = self._listener.accept()
             except TimeoutError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    reason = "ended" if self.process.poll() is not None else f"took over {IMPORT_SECONDS:.0f} s"
+                ended = any(process.poll() is not None for process in self.processes)
+                if ended or time.monotonic() > deadline:
+                    reason = "ended" if ended else f"took over {IMPORT_SECONDS:.0f} s"
                     raise TeamError(f"its ranks' start {reason}; see {self.log}") from None
                 continue
             link.settimeout(IMPORT_SECONDS)
@@ -164,15 +190,16 @@ class Team:
             except OSError:
                 pass
             link.close()
-        try:
-            self.process.wait(15.0)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGTERM)  # torchrun passes it on to its ranks
+        for process in self.processes:
             try:
-                self.process.wait(30.0)
+                process.wait(15.0)
             except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+                process.send_signal(signal.SIGTERM)  # torchrun passes it on to its ranks
+                try:
+                    process.wait(30.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         self._folder.cleanup()
 
 
@@ -235,8 +262,9 @@ class ParallelCell:
 class Teams:
     """One team per adapter and number of ranks, kept from cell to cell."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, hosts: Cluster | None = None) -> None:
+        self.plan, self.hosts = plan, hosts
+        self._port = PORT
         self._teams: dict[tuple[str, str, int], Team] = {}
 
     def __enter__(self) -> Teams:
@@ -258,7 +286,9 @@ class Teams:
             if not python.exists():
                 raise TeamError(f"no environment at {python}: benchmarks/peers/make_envs.py --envs {self.plan.envs}")
             log = self.plan.logs / f"{peer.adapter}-{ranks}.log"
-            self._teams[key] = Team(python, peer.adapter, ranks, self.plan.malloc, self.plan.threads, log)
+            self._port += 1
+            plan = self.plan
+            self._teams[key] = Team(python, peer.adapter, ranks, plan.malloc, plan.threads, log, self.hosts, self._port)
         return self._teams[key]
 
     def mend(self, peer: ParallelPeer, ranks: int) -> None:
@@ -310,10 +340,10 @@ def _turn(cell: ParallelCell, peer: ParallelPeer, row: Row, teams: Teams, say: C
         team = teams.get(peer, cell.degrees.world)
         team.wait_for_imports()
         facts = team.begin(task)
-        warm = _iterations(team, 1, plan.limit_seconds, None)
+        warm = iterations(team, 1, plan.limit_seconds, None)
         team.gather(30.0)
         count = max(1, min(plan.iters, int(plan.turn_seconds / warm[0])))
-        times = _iterations(team, count, plan.limit_seconds, row)
+        times = iterations(team, count, plan.limit_seconds, row)
         for fact, peak in zip(facts, team.gather(30.0), strict=True):
             fact |= peak
         team.end()
@@ -336,7 +366,7 @@ def _turn(cell: ParallelCell, peer: ParallelPeer, row: Row, teams: Teams, say: C
     return None
 
 
-def _iterations(team: Team, count: int, limit: float, row: Row | None) -> list[float]:
+def iterations(team: Team, count: int, limit: float, row: Row | None) -> list[float]:
     """Seconds of `count` iterations, each that of the slowest rank; notes the rest in `row`."""
     team.send({"iterations": count})
     times = []

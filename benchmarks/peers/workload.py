@@ -45,6 +45,8 @@ class StepShape:
     vocab: int = 32000
     seq: int = 1024
     batch: int = 4
+    micro_batch: int = 0
+    """Sequences that a rank computes at a time where it accumulates gradients; 0: all that it has."""
 
     @property
     def tokens(self) -> int:

@@ -74,11 +74,18 @@ def test_a_signal_is_exit_code_3_and_resume_finishes(folder, monkeypatch):
     assert main(["train", "run.toml", "--set", "run.dir=out", "--resume"]) == 0
 
 
+DEEPEP = "dispatcher_backend=deepep"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["train", "run.toml", "--set", "train.stepz=3"], "steps"),
         (["train", "run.toml", "--set", "layout.ep=2"], "processes"),
+        (
+            ["train", "run.toml", *(f"--set=layout.{key}" for key in ("ep=2", "dispatcher=flex", DEEPEP))],
+            "needs the package deep_ep, which does not import",
+        ),
         (["train", "run.toml", "--set", "data.path=missing.txt"], "missing.txt"),
         (["train", "run.toml", "--set", "model.num_attention_heads=3"], "3"),
         (["train", "run.toml", "--set", "model.num_experts_per_tok=5"], "5"),

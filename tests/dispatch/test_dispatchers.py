@@ -72,8 +72,8 @@ class Case:
 
 
 def gradients(module: Experts) -> dict[str, Tensor]:
-    """By name."""
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    """By name. Copies: a rank shares what it returns, and hands pooled memory out again at the next call."""
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 @functools.cache

@@ -98,7 +98,7 @@ def test_so_does_any_set_of_words(words: set[str], dtype: torch.dtype) -> None:
     assert_same(model, words)
 
 
-@pytest.mark.parametrize("words", SETS, ids=str)
+@pytest.mark.parametrize("words", SETS, ids=lambda words: "-".join(sorted(words)))
 def test_ties_are_broken_as_before(words: Collection[str]) -> None:
     """Router weights of zero: every expert ties with every other."""
     model = decoder_of(small(RouterSpec(experts=8, top_k=2)))
@@ -107,12 +107,12 @@ def test_ties_are_broken_as_before(words: Collection[str]) -> None:
     assert_same(model, words)
 
 
-@pytest.mark.parametrize("words", SETS, ids=str)
+@pytest.mark.parametrize("words", SETS, ids=lambda words: "-".join(sorted(words)))
 def test_routers_that_draw_noise_draw_the_same(words: Collection[str]) -> None:
     assert_same(decoder_of(small(RouterSpec(experts=8, top_k=2, score="sparsemixer", jitter=0.3))), words)
 
 
-@pytest.mark.parametrize("words", SETS, ids=str)
+@pytest.mark.parametrize("words", SETS, ids=lambda words: "-".join(sorted(words)))
 def test_weight_gradients_are_left_for_later_all_the_same(words: Collection[str]) -> None:
     model = decoder_of(small(RouterSpec(experts=8, top_k=2)))
     wanted = trained(model, ())[1]
@@ -128,7 +128,7 @@ def test_weight_gradients_are_left_for_later_all_the_same(words: Collection[str]
     assert all(torch.equal(model.get_parameter(name).grad, wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("words", SETS, ids=str)
+@pytest.mark.parametrize("words", SETS, ids=lambda words: "-".join(sorted(words)))
 def test_gradients_are_added_where_others_are(words: Collection[str]) -> None:
     model = decoder_of(small(RouterSpec(experts=8, top_k=2)))
     for layer in model.layers:

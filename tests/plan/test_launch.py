@@ -167,6 +167,18 @@ def test_names_become_plain():
 # The run file: what it resolves to is the plan.
 
 
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+def test_a_run_file_names_the_package_that_it_needs(name):
+    made = plan("mixtral-8x7b", 16, gpu=H100, ep=8, pp=2, global_batch=64, with_options={"dispatcher": name})
+    files = launch_files("run-file", made)
+    text = "\n".join(files.values())
+    assert f"dispatcher {name} needs the package deep_ep on every node" in text
+    assert tomllib.loads(files["run.toml"])["layout"]["dispatcher_backend"] == name
+    cut = plan("mixtral-8x7b", 16, gpu=H100, ep=4, etp=2, pp=2, global_batch=64, with_options={"dispatcher": name})
+    with pytest.raises(SpecError, match=f"cannot run this plan: {name} brings tokens to whole experts"):
+        launch_files("run-file", cut)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(plans(), st.booleans())
 def test_the_run_file_is_read_back_as_the_plan(made, plain):
@@ -400,7 +412,8 @@ def test_no_target_drops_anything_silently(made, target):
             "weight_gradients": ("wgrad",),
         }.get(word, ())
         notes = (f"overlap of {word}", f"overlaps {word}", f"overlap {word}", "overlap of shared", "overlap of tensor")
-        assert any(each in text for each in (*said, *notes, "overlap between", "overlap inside")), word
+        own = (f'"{word}"',) if target == "run-file" else ()  # a run file has the words themselves
+        assert any(each in text for each in (*said, *notes, *own, "overlap between", "overlap inside")), word
 
 
 def test_the_docs_show_what_the_code_writes():

@@ -205,6 +205,7 @@ def test_what_is_wrong_is_said(tiny: Build, table: dict[str, Any], world: int, p
         ({"overlap": ["between"], "sharding": "optimizer"}, "before these are made"),
         ({"overlap": ["experts"], "sharding": "parameters"}, "drops its weights"),
         ({"overlap": ["experts"], "pp": 2, "schedule": "zero_bubble"}, "an order of its own"),
+        ({"overlap": ["inside"], "dispatcher": "flex", "dispatcher_backend": "hybridep"}, "whole and not in chunks"),
         ({"replicas": 2}, 'layout.replicas is 2, but layout.sharding is "none"'),
         ({"pp": 2, "virtual_stages": 2, "schedule": "1f1b"}, 'use "interleaved"'),
         ({"pp": 2, "schedule": "interleaved"}, "virtual_stages is 1"),
@@ -223,11 +224,14 @@ def test_options_that_no_degree_mends(tiny: Build, table: dict[str, Any], part: 
     ("table", "part"),
     [
         ({"overlap": ["tensor"]}, "layout.overlap 'tensor' does not exist yet"),
-        ({"dispatcher": "flex", "dispatcher_backend": "hybridep"}, "layout.dispatcher 'flex' (hybridep)"),
+        (
+            {"dispatcher": "flex", "dispatcher_backend": "deepep", "ep": 1, "etp": 2},
+            "whole experts, and layout.etp is 2",
+        ),
     ],
 )
 def test_what_the_planner_prices_and_the_trainer_lacks(tiny: Build, table: dict[str, Any], part: str) -> None:
-    read = LayoutTable(ep=2, **table)
+    read = LayoutTable(**{"ep": 2} | table)
     resolve_layout(read, tiny(), 2, seq_len=96, global_batch=96)
     with pytest.raises(SpecError) as caught:
         refuse_unbuilt(read)

@@ -47,7 +47,10 @@ def held(parameters: Iterable[Tensor]) -> int:
 
 
 def micro_batches(shape: StepShape, degrees: Degrees) -> int:
-    """How many parts a data-parallel rank's rows are fed in: two a stage where there are stages and rows enough."""
+    """How many parts a data-parallel rank's rows are fed in: as the shape says, else two a stage where there are stages
+    and rows enough."""
+    if shape.micro_batch:
+        return shape.batch // degrees.dp // shape.micro_batch
     return 1 if degrees.pp == 1 else min(shape.batch // degrees.dp, 2 * degrees.pp)
 
 

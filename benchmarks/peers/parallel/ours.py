@@ -1,10 +1,13 @@
 """moesaic on several ranks: its MoE block on an expert mesh, and its training step in any layout.
 
-`variant` of a step: "ring" splits sequences in a ring instead of by heads, "sharded" spreads parameters, gradients and
-moments over data parallelism, as FSDP2 does for the peers that use it.
+`variant` is words joined by "+": a dispatcher, an overlap; of a step also "ring", which splits sequences in a ring
+instead of by heads, and "sharded", which spreads parameters, gradients and moments over data parallelism, as FSDP2 does
+for the peers that use it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +21,12 @@ from moesaic.mesh.mesh import Mesh
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import OVERLAP
 from moesaic.spec.tables import LayoutTable
 
 IMPORTS = ("moesaic.model.decoder", "moesaic.model.moe", "moesaic.train.state", "moesaic.train.step")
 TIMEOUT_SECONDS = 300.0
+DISPATCHERS = ("alltoall", "allgather", "hierarchical")
 
 
 def model_spec(shape: LayerShape | StepShape) -> ModelSpec:
@@ -45,6 +50,20 @@ def model_spec(shape: LayerShape | StepShape) -> ModelSpec:
     )
 
 
+def options(variant: str) -> dict[str, Any]:
+    """Keys of a run file's layout that the words of `variant` stand for."""
+    words = variant.split("+") if variant else []
+    found: dict[str, Any] = {"overlap": [word for word in words if word in OVERLAP] or "none"}
+    for word in words:
+        if word in DISPATCHERS:
+            found["dispatcher"] = word
+    if "ring" in words:
+        found["cp_kind"] = "ring"
+    if "sharded" in words:
+        found["sharding"] = "parameters"
+    return found
+
+
 def table(shape: StepShape, degrees: Degrees, variant: str) -> LayoutTable:
     """What a run file would say of this layout."""
     return LayoutTable(
@@ -53,9 +72,8 @@ def table(shape: StepShape, degrees: Degrees, variant: str) -> LayoutTable:
         tp=degrees.tp,
         ep=degrees.ep,
         etp=degrees.etp,
-        cp_kind="ring" if variant == "ring" else "ulysses",
-        sharding="parameters" if variant == "sharded" else "none",
         micro_batch=shape.batch // degrees.dp // micro_batches(shape, degrees),
+        **options(variant),
     )
 
 
@@ -71,7 +89,7 @@ def layer(shape: LayerShape, variant: str) -> Layer:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     spec = model_spec(shape)
-    chosen = LayoutTable(ep=ranks, dispatcher=variant or "auto")
+    chosen = LayoutTable(ep=ranks, **options(variant))
     layout = resolve_layout(chosen, spec, ranks, seq_len=None, global_batch=None)
     mesh = Mesh.create(layout, TIMEOUT_SECONDS)
     block = spec.layers[0].moe
@@ -84,7 +102,8 @@ def layer(shape: LayerShape, variant: str) -> Layer:
         put(moe.experts.gate_up, mine.gate_up)
         put(moe.experts.down, mine.down)
 
-    return Layer(moe, lambda x_BTD: moe(x_BTD[0])[0], load, f"{mesh.dispatcher} dispatcher")
+    detail = f"{mesh.dispatcher} dispatcher{', in parts' if moe.in_parts else ''}"
+    return Layer(moe, lambda x_BTD: moe(x_BTD[0])[0], load, detail)
 
 
 def step(shape: StepShape, degrees: Degrees, variant: str) -> RankStep:

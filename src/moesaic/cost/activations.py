@@ -182,8 +182,15 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     experts, rows = moe.router.experts, routed_rows(moe, work, columns)
     narrow = rows / columns.etp
     moe_only, first = ("moe",), a * first_width(moe.expert) * narrow
+    read = np.ones(len(columns))
+    if not habits.rows and a < FP32:
+        # The router reads a copy in fp32. The norm's output itself stays for experts that are all here and for what
+        # stands beside them.
+        beside = moe.shared is not None and (moe.shared_combine != "sum")
+        alone = gathered_tokens(tokens, columns, habits) == 0
+        read = ((columns.ep * columns.etp == 1) | beside | (alone & (moe.shared is not None))).astype(np.float64)
     kept = [
-        Kept("norms", "second norm's output, read by the router", a * hidden * tokens, ("layernorm",)),
+        Kept("norms", "second norm's output, read by the router", a * hidden * tokens * read, ("layernorm",)),
         Kept("experts", "first matmul's output", first, moe_only),
     ]
     if habits.rows:
@@ -200,6 +207,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
         brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
         sent = received_tokens(moe, work, columns) / columns.etp
         route = np.where(columns.dispatches("alltoall") & (columns.ep > 1), INT64 * (2 * sent + tokens + 1), 0.0)
+        if a < FP32:
+            copies = FP32 * hidden * (tokens + experts)
+            kept.append(Kept("router", "its input and its weight in fp32", copies, moe_only))
         kept += [
             Kept("router", "fp32 scores and the choices, int64", chosen, moe_only),
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),

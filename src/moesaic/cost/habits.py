@@ -56,6 +56,9 @@ class Habits:
     quantized_weights: bool = True
     """With fp8 or mxfp8 matmuls, layer weights are stored in fp8 only, once by rows and once by columns (Megatron's
     `--fp8-param-gather`). Else both copies stand beside the bf16 weights."""
+    fp32_shards: bool = False
+    """What sharding stores of a weight is its fp32 master alone, also where weights are fp32: whole ones are made from
+    it when they are gathered. Else masters stand beside weights in the type that computes, unless that is fp32 too."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB
@@ -84,6 +87,7 @@ MOESAIC = Habits(
     drops_core=True,
     placeholders=False,
     quantized_weights=False,
+    fp32_shards=True,
     vocabulary_multiple=1,
     workspaces=2,
 )

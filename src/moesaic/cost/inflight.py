@@ -25,8 +25,9 @@ def windows(schedule: int, pp: int, chunks: int, rank: int, micro_batches: int, 
     `schedule` is a place in `SCHEDULES`; `extra` is 1 where one micro-batch's forward runs under another's backward,
     so that one forward more runs ahead of the schedule's own, else 0. No chunk holds more than `micro_batches`.
 
-    1F1B (arXiv 2104.04473 section 2.2): pp − rank; 2·(pp − rank) in pairs, whose forward and backward must not need
-    each other (`schedule.orders.paired`). Interleaved (section 2.2.2, Megatron-Core's warm-up): 2·(pp − rank −
+    1F1B (arXiv 2104.04473 section 2.2): pp − rank; in pairs, whose forward and backward must not need each other
+    (`schedule.orders.paired`), 2·(pp − rank) − 1, as a pair's forward keeps, layer by layer, what its backward frees.
+    Interleaved (section 2.2.2, Megatron-Core's warm-up): 2·(pp − rank −
     1) + (chunks − 1)·pp forwards before the first backward, one more before each; they take chunks in turn, pp
     micro-batches each, and backwards take them in reverse. Zero bubble (ZB-H1, arXiv 2401.10241 table 1): inputs wait
     for their weight gradients, so every rank holds as many as rank 0. DualPipe (DeepSeek-V3, arXiv 2412.19437 table 2):
@@ -42,7 +43,7 @@ def windows(schedule: int, pp: int, chunks: int, rank: int, micro_batches: int, 
             )
         held = np.array([[(pp + 2) // 2, (pp + 1) // 2]])
     elif chunks == 1:
-        held = np.array([[2 * (pp - rank) if extra else pp if schedule == _ZERO_BUBBLE else pp - rank]])
+        held = np.array([[2 * (pp - rank) - 1 if extra else pp if schedule == _ZERO_BUBBLE else pp - rank]])
     else:
         held = _interleaved(pp, chunks, 0 if schedule == _ZERO_BUBBLE else rank, extra)
     return np.unique(np.minimum(held, micro_batches), axis=0)

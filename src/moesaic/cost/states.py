@@ -137,10 +137,19 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
     weights = (local.matmul * quantised + local.other * weight, local.expert * quantised)
     gradients = ((local.matmul + local.other) * work.gradient_bytes, local.expert * work.gradient_bytes)
     optimizer = ((local.matmul + local.other) * master, local.expert * master)
-    kept_weights, kept_gradients = shard(weights, "parameters"), shard(gradients, "gradients")
-    gathered = np.where(kept_weights < sum(weights), sum(weights), 0) + np.where(
-        kept_gradients < sum(gradients), sum(gradients), 0
-    )
+    if habits.fp32_shards:
+        spread = [(columns.sharding >= _LEVEL["optimizer"]) & (copies > 1) for copies in (dense, expert)]
+        apart = columns.sharding >= _LEVEL["parameters"]
+        counts = (local.matmul + local.other, local.expert)
+        optimizer = tuple(
+            np.where(on, 4 + 2 * work.moment_bytes, master) * count for on, count in zip(spread, counts, strict=True)
+        )  # type: ignore[assignment]
+        whole = sum(weights)
+        kept_weights = sum(np.where(on & apart, 0.0, one) for on, one in zip(spread, weights, strict=True))
+    else:
+        whole, kept_weights = sum(weights), shard(weights, "parameters")
+    kept_gradients = shard(gradients, "gradients")
+    gathered = np.where(kept_weights < whole, whole, 0) + np.where(kept_gradients < sum(gradients), sum(gradients), 0)
     held = shard(optimizer, "optimizer")
     return States(kept_weights, kept_gradients, np.where(columns.offloads("optimizer"), 0.0, held), gathered)
 

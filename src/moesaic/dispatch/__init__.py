@@ -5,13 +5,19 @@ from __future__ import annotations
 from moesaic.dispatch.allgather import AllGatherDispatcher
 from moesaic.dispatch.alltoall import AllToAllDispatcher
 from moesaic.dispatch.compressed import CompressedDispatcher
+from moesaic.dispatch.deepep import DeepEPDispatcher
 from moesaic.dispatch.hierarchical import HierarchicalDispatcher
+from moesaic.dispatch.hybridep import HybridEPDispatcher
+from moesaic.dispatch.library import LibraryDispatcher
 from moesaic.dispatch.local import LocalDispatcher
 from moesaic.dispatch.protocol import Dispatched, Dispatcher, PendingCombine, PendingDispatch
 from moesaic.mesh.mesh import ExpertGroups
 from moesaic.spec.errors import SpecError
 
-__all__ = ["Dispatched", "Dispatcher", "PendingCombine", "PendingDispatch", "make_dispatcher"]
+__all__ = ["LIBRARIES", "Dispatched", "Dispatcher", "PendingCombine", "PendingDispatch", "make_dispatcher"]
+
+LIBRARIES: dict[str, type[LibraryDispatcher]] = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
+"""Dispatchers over libraries for NVIDIA GPUs."""
 
 
 def make_dispatcher(name: str, groups: ExpertGroups, experts: int, *, compressed: bool = False) -> Dispatcher:
@@ -22,7 +28,8 @@ def make_dispatcher(name: str, groups: ExpertGroups, experts: int, *, compressed
     `compressed`: rows travel in fp8 (`dispatch.compressed`), which changes results a little.
 
     Raises:
-        SpecError: an unknown name, `local` where experts are spread, or experts that do not divide by the ranks.
+        SpecError: an unknown name, a library that is not there, `local` where experts are spread, or experts that do
+            not divide by the ranks.
     """
     ep, etp = groups.ep, groups.etp
     if experts % ep.size:
@@ -41,6 +48,8 @@ def make_dispatcher(name: str, groups: ExpertGroups, experts: int, *, compressed
         return HierarchicalDispatcher(here, here * ep.rank, across, inside, etp)
     if name in ("alltoall", "hierarchical"):
         return AllToAllDispatcher(here, here * ep.rank, ep, etp)
+    if name in LIBRARIES:
+        return LIBRARIES[name](here, here * ep.rank, ep, etp)
     raise SpecError(
         f"dispatcher {name!r} cannot bring tokens to experts on ep·etp = {ep.size}·{etp.size} = {groups.ep_etp.size} "
         "ranks; use allgather, alltoall or hierarchical."

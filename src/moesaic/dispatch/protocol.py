@@ -59,6 +59,14 @@ class Dispatcher(ABC):
         tokens = len(ids_TK)
         return [ChunkRoute(self.route(ids_TK[a:b]), a, b, tokens) for a, b in chunk_bounds(tokens, chunks)]
 
+    def leg(self, ids_TK: Tensor) -> DispatchLeg:
+        """The message that brings tokens with these choices, over `route` unless a library makes routes as it sends."""
+        return self.leg_over(self.route(ids_TK), ids_TK)
+
+    def leg_over(self, route: Route, ids_TK: Tensor) -> DispatchLeg:
+        """The message that brings tokens with these choices over this route."""
+        return _DispatchLeg(route, ids_TK, self.first_expert, self.experts_here)
+
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """Tokens x_TD with their choices to the ranks of these experts. Gradients flow to x and to the weights."""
         return self.start_dispatch(x_TD, ids_TK, weights_TK).finish()
@@ -69,7 +77,7 @@ class Dispatcher(ABC):
 
     def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> PendingDispatch:
         """Begin `dispatch`. x may not change before `finish`."""
-        return self._start(self.route(ids_TK), x_TD, ids_TK, weights_TK)
+        return self._start(self.leg(ids_TK), x_TD, weights_TK)
 
     def start_parts(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int = REMOTE_CHUNKS
@@ -82,7 +90,7 @@ class Dispatcher(ABC):
         wide_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
         # What travels is on its way before anything is copied for the own parts.
         order = sorted(range(len(routes)), key=lambda i: isinstance(routes[i], OwnRoute))
-        started = {i: self._start(routes[i], x_TD, ids_TK, wide_TK) for i in order}
+        started = {i: self._start(self.leg_over(routes[i], ids_TK), x_TD, wide_TK) for i in order}
         return [started[i] for i in range(len(routes))]
 
     @staticmethod
@@ -93,8 +101,8 @@ class Dispatcher(ABC):
         found = {i: combines[i].finish() for i in order}
         return sum_of([found[i] for i in range(len(combines))])
 
-    def _start(self, route: Route, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> PendingDispatch:
-        leg = _DispatchLeg(route, ids_TK, self.first_expert, self.experts_here)
+    @staticmethod
+    def _start(leg: DispatchLeg, x_TD: Tensor, weights_TK: Tensor) -> PendingDispatch:
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         token = _Start.apply(leg, x_TD, weights_TK.to(wide))
 
@@ -136,28 +144,37 @@ class PendingCombine:
         return self._finish()
 
 
-class _Leg(ABC):
+class Leg(ABC):
     """One direction of travel, and the opposite one for its gradients."""
 
     wants: tuple[bool, ...]
     """Which of what was sent needs a gradient."""
 
     @abstractmethod
-    def start(self, *tensors: Tensor) -> None: ...
+    def start(self, *tensors: Tensor) -> None:
+        """Send off what forward sends."""
 
     @abstractmethod
-    def finish(self) -> tuple[Tensor, ...]: ...
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait for what arrives."""
 
     @abstractmethod
-    def start_backward(self, *grads: Tensor) -> None: ...
+    def start_backward(self, *grads: Tensor) -> None:
+        """Send off the gradients of what arrived."""
 
     @abstractmethod
-    def finish_backward(self) -> tuple[Tensor | None, ...]: ...
+    def finish_backward(self) -> tuple[Tensor | None, ...]:
+        """Wait for the gradients of what was sent."""
 
 
-class _DispatchLeg(_Leg):
+class DispatchLeg(Leg):
+    """Tokens and weights out, their gradients back. Has a route and, once finished, the choices that are here."""
+
+    route: Route
     ids_RK: Tensor | None
 
+
+class _DispatchLeg(DispatchLeg):
     def __init__(self, route: Route, ids_TK: Tensor, first: int, experts: int) -> None:
         self.route, self.first, self.experts = route, first, experts
         self.ids_TK: Tensor | None = ids_TK
@@ -198,7 +215,7 @@ class _DispatchLeg(_Leg):
         return tuple(None if arrival is None else arrival.wait() for arrival in arrivals)
 
 
-class _CombineLeg(_Leg):
+class _CombineLeg(Leg):
     def __init__(self, route: Route) -> None:
         self.route = route
         self.arrival: Arrival | None = None
@@ -229,7 +246,7 @@ class _Start(Function):
     """Sends tensors off. The empty tensor that it returns ties it to its `_Finish`, in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, leg: _Leg, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, leg: Leg, *tensors: Tensor) -> Tensor:
         ctx.leg = leg
         leg.wants = tuple(ctx.needs_input_grad[1:])
         leg.start(*tensors)
@@ -245,7 +262,7 @@ class _Finish(Function):
     """Waits for what `_Start` sent; its backward sends the gradients off, for which backward of `_Start` waits."""
 
     @staticmethod
-    def forward(ctx: Any, leg: _Leg, token: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, leg: Leg, token: Tensor) -> tuple[Tensor, ...]:
         ctx.leg = leg
         return leg.finish()
 

@@ -1,8 +1,9 @@
 """Collectives on plain tensors: each a call with a group, counted in the traffic meter, named when it fails.
 
-On gloo everything goes through its pairwise all-to-all or plain messages: its own all-gather and reduce-scatter are
-several times slower, and sums taken here, in rank order, are the same on all ranks and in all runs. Splits are Python
-numbers. Tensors may have any device and, except for sums, any type.
+On gloo everything is plain messages, each rank's receives posted before its sends (`mesh.messages`): its own all-gather
+and reduce-scatter are several times slower, its all-to-all uses one direction of a link at a time, and sums taken here,
+in rank order, are the same on all ranks and in all runs. Splits are Python numbers. Tensors may have any device and,
+except for sums, any type.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.mesh import messages
 from moesaic.mesh.device import device
+from moesaic.mesh.dry import expected
 from moesaic.mesh.group import Group, byte_count
 from moesaic.mesh.lanes import before_wait
 from moesaic.mesh.traffic import count
@@ -60,18 +63,6 @@ class Pending:
         return self.wait()
 
 
-class AllWorks:
-    """Several messages under way, as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Block until all have arrived and left."""
-        for work in self._works:
-            work.wait()
-
-
 def start_all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Pending:
     """Begin to send `send[i]` rows of x to rank i of the group, in order, and to receive `receive[i]` from it."""
     name = name or "all-to-all"
@@ -82,8 +73,13 @@ def start_all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[
     width = byte_count(x_RD) // max(1, x_RD.shape[0])
     count(name, group.name, (sum(send) - send[group.rank]) * width)
     with group.naming(name):
-        work = dist.all_to_all_single(out, x_RD, receive, send, group=group.handle, async_op=True)
-    return Pending(name, group, out, work, x_RD)
+        return Pending(name, group, out, _start_exchange(x_RD, out, group, send, receive), x_RD)
+
+
+def _start_exchange(x_RD: Tensor, out_RD: Tensor, group: Group, send: list[int], receive: list[int]) -> Any:
+    if group.needs_device:
+        return dist.all_to_all_single(out_RD, x_RD, receive, send, group=group.handle, async_op=True)
+    return messages.exchange(x_RD.split(send), out_RD.split(receive), group)
 
 
 def all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Tensor:
@@ -96,15 +92,9 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return all_gather_rows(x[None], group, [1] * group.size)
 
 
-def send_to_all(x: Tensor, places: list[Tensor], group: Group) -> AllWorks:
-    """Begin, by plain messages, to send x to every rank and to receive rank i's into `places[i]`, without copies."""
-    works = []
-    for step in range(1, group.size):
-        source, to = (group.rank - step) % group.size, (group.rank + step) % group.size
-        works.append(dist.irecv(places[source], group.ranks[source], group=group.handle))
-        works.append(dist.isend(x, group.ranks[to], group=group.handle))
-    places[group.rank].copy_(x)
-    return AllWorks(works)
+def send_to_all(x: Tensor, places: list[Tensor], group: Group) -> messages.Exchange:
+    """Begin to send x to every rank and to receive rank i's into `places[i]`, without copies."""
+    return messages.exchange([x] * group.size, places, group)
 
 
 def start_all_gather_rows(x_RD: Tensor, group: Group, counts: list[int], name: str = "all-gather") -> Pending:
@@ -144,7 +134,7 @@ def start_reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int], nam
             out = x_RD.new_empty(mine, *x_RD.shape[1:])
             return Pending(name, group, out, _native_reduce_scatter(out, x_RD, group=group.handle, async_op=True), x_RD)
         parts = x_RD.new_empty(n * mine, *x_RD.shape[1:])
-        work = dist.all_to_all_single(parts, x_RD, [mine] * n, counts, group=group.handle, async_op=True)
+        work = _start_exchange(x_RD, parts, group, counts, [mine] * n)
     return Pending(name, group, parts, work, x_RD, lambda parts: _sum(parts.unflatten(0, (n, mine))))
 
 
@@ -171,12 +161,12 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
         flat = x.reshape(-1)
         if op == "max" or flat.numel() <= _SMALL:
             parts = flat.new_empty(n, flat.numel())
-            dist.all_to_all_single(parts, flat[None].expand(n, -1).contiguous(), group=group.handle)
+            send_to_all(flat, list(parts), group).wait()
             return x.copy_((parts.amax(0) if op == "max" else _sum(parts)).view_as(x))
         share = -(-flat.numel() // n)
         padded = flat if flat.numel() == share * n else torch.nn.functional.pad(flat, (0, share * n - flat.numel()))
         parts = padded.new_empty(n, share)
-        dist.all_to_all_single(parts, padded.view(n, share), group=group.handle)
+        messages.exchange(list(padded.view(n, share)), list(parts), group).wait()
         total = _sum(parts)
         whole = padded.new_empty(n, share)
         send_to_all(total, list(whole), group).wait()
@@ -201,21 +191,21 @@ def _sum(parts: Tensor) -> Tensor:
 
 def exchange_counts(counts: list[int], group: Group) -> list[int]:
     """counts[i] goes to rank i; returns what each rank sent here."""
-    if group.handle is None:
+    if group.handle is None or expected() is not None:  # in a dry run all ranks do as this one does
         return list(counts)
     where = device().torch_device if group.needs_device else torch.device("cpu")
     sent = torch.tensor(counts, dtype=torch.int64, device=where)
-    return all_to_all(sent, group, [1] * group.size, [1] * group.size, "counts").tolist()
+    return all_to_all(sent, group.small or group, [1] * group.size, [1] * group.size, "counts").tolist()
 
 
 def exchange_count_lists(lists: list[list[int]], group: Group) -> list[list[int]]:
     """Several `exchange_counts` as one message."""
     n = group.size
-    if group.handle is None or not lists:
+    if group.handle is None or not lists or expected() is not None:
         return [list(counts) for counts in lists]
     where = device().torch_device if group.needs_device else torch.device("cpu")
     sent_nL = torch.tensor(lists, dtype=torch.int64, device=where).t().contiguous()
-    return all_to_all(sent_nL, group, [1] * n, [1] * n, "counts").t().tolist()  # type: ignore[no-any-return]
+    return all_to_all(sent_nL, group.small or group, [1] * n, [1] * n, "counts").t().tolist()  # type: ignore[no-any-return]
 
 
 def gather_counts(count_here: int, group: Group) -> list[int]:
@@ -251,19 +241,22 @@ def start_shift(x: Tensor, group: Group) -> Pending:
     count("shift", group.name, byte_count(x))
     after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[(group.rank - 1) % group.size]
     with group.naming("shift"):
+        if x.is_meta:  # torch knows no back-end for batches of these
+            works = [dist.isend(x, after, group=group.handle), dist.irecv(out, before, group=group.handle)]
+            return Pending("shift", group, out, messages.Exchange(works), x)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, x, after, group=group.handle),
                 dist.P2POp(dist.irecv, out, before, group=group.handle),
             ]
         )
-    return Pending("shift", group, out, AllWorks(works), x)
+    return Pending("shift", group, out, messages.Exchange(works), x)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """The Python object that each rank gives, in rank order."""
-    if group.handle is None:
-        return [value]
+    if group.handle is None or expected() is not None:
+        return [value] * group.size
     out: list[Any] = [None] * group.size
     with group.naming("gathering of objects"):
         dist.all_gather_object(out, value, group=group.handle)

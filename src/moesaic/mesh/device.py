@@ -12,6 +12,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,28 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@dataclass
+class Beside:
+    """Work of `Device.beside`."""
+
+    event: torch.cuda.Event | None = None
+
+    def current_stream_wait(self) -> None:
+        """What is queued from here on begins after it."""
+        if self.event is not None:
+            self.event.wait()
+
+
+@functools.cache
+def _second_stream(where: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(where)
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or this machine's processor.
 
-    `kind` is `cpu` or `cuda`; `torch_device` is what tensors are made on.
+    `kind` is `cpu` or `cuda`, and `meta` in a dry run; `torch_device` is what tensors are made on.
     """
 
     kind: str
@@ -68,6 +86,24 @@ class Device:
         """
         if self.kind == "cuda":
             torch.cuda.current_stream(self.torch_device).synchronize()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Beside]:
+        """Queue what is done inside after what is queued so far, and beside what will be queued outside.
+
+        Tensors that it reads must live until `current_stream_wait` of what this gives has been called. On a CPU it is
+        done at once.
+        """
+        here = Beside()
+        if self.kind != "cuda":
+            yield here
+            return
+        stream = _second_stream(self.torch_device)
+        # Memory of results given back by now may be taken again: by work that begins after all that has read them.
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            yield here
+            here.event = stream.record_event()
 
     def take_thread(self) -> None:
         """Have this thread, which the process has just started, work on the device too."""
@@ -188,9 +224,26 @@ def bf16_is_native() -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-@functools.cache
 def device() -> Device:
-    """The device of this process: the local rank's GPU if there is one, else the processor."""
+    """The device of this process: the local rank's GPU if there is one, else the processor; none in a dry run."""
+    return _pretended[-1] if _pretended else _found()
+
+
+_pretended: list[Device] = []
+
+
+@contextlib.contextmanager
+def without_device() -> Iterator[None]:
+    """Inside, tensors have shapes and types but no memory (torch's `meta` device)."""
+    _pretended.append(Device("meta", torch.device("meta")))
+    try:
+        yield
+    finally:
+        _pretended.pop()
+
+
+@functools.cache
+def _found() -> Device:
     if torch.cuda.is_available():
         # Some launchers show each process its own device only, as number 0.
         index = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0

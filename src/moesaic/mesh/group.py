@@ -41,6 +41,8 @@ class Group:
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
     timeout_seconds: float = 0.0
     needs_device: bool = False
+    small: Group | None = field(default=None, repr=False)
+    """The same ranks over a connection of their own, for short messages that must not stand behind long ones."""
 
     @property
     def size(self) -> int:
@@ -60,13 +62,14 @@ class Group:
         timeout_seconds: float,
         channel: str = "",
         backend: str | None = None,
+        small: bool = False,
     ) -> Group:
         """The group of `partition`, disjoint lists of ranks, that this process is in, or this process alone.
 
         Every rank must call this, in one order, but only members of a list take part in making its connection, so the
         cost does not grow with the world. Equal partitions share connections, unless their `channel` differs: what must
-        never wait for another group's traffic has a channel of its own. `backend` is that of the default group unless
-        given.
+        never wait for another group's traffic has a channel of its own, as `small` gives to short messages. `backend`
+        is that of the default group unless given.
         """
         me = dist.get_rank()
         mine = next((ranks for ranks in partition if me in ranks), (me,))
@@ -82,10 +85,12 @@ class Group:
                 use_local_synchronization=True,
                 group_desc=name,
             )
+        beside = cls.create(name, partition, timeout_seconds, f"{channel} small", backend) if small else None
         if len(mine) == 1:
             return cls.single(name, me)
         handle = _connections[key]
-        return cls(name, mine, mine.index(me), handle, timeout_seconds, dist.get_backend(handle) == "nccl")
+        on_device = dist.get_backend(handle) != "gloo"
+        return cls(name, mine, mine.index(me), handle, timeout_seconds, on_device, beside)
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:

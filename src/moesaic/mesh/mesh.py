@@ -94,8 +94,8 @@ class Mesh:
             return cls.single(layout)
         rank = dist.get_rank()
 
-        def group(name: str, partition: list[tuple[int, ...]]) -> Group:
-            return Group.create(name, partition, timeout_seconds)
+        def group(name: str, partition: list[tuple[int, ...]], small: bool = False) -> Group:
+            return Group.create(name, partition, timeout_seconds, small=small)
 
         dense = {name: group(name, layout.groups(*axes)) for name, axes in GROUPS.items()}
         experts: dict[int, ExpertGroups] = {}
@@ -110,7 +110,7 @@ class Mesh:
                     )
                     partitions |= {"ep_inside": inside, "ep_across": across}
                 made[ep] = ExpertGroups(
-                    **{name: group(name + suffix, partition) for name, partition in partitions.items()}
+                    **{name: group(name + suffix, each, name != "edp") for name, each in partitions.items()}
                 )
             experts[count] = made[ep]
         pipelines = layout.groups("pp")
@@ -152,6 +152,24 @@ class Mesh:
         found = self.experts_by_count.get(experts)
         if found is None:
             found = ExpertGroups(*(Group.single(name, self.rank) for name in EXPERT_GROUPS))
+        return found
+
+    def gradient_channels(self) -> dict[int, Group]:
+        """For the id of every group over which gradients may be summed, one of the same ranks with connections of its
+        own, so that sums under backward never stand before what layers send. All ranks call this, in one order."""
+        layout = self.layout
+        assert layout is not None
+
+        def own(group: Group, partition: list[tuple[int, ...]]) -> Group:
+            return Group.create(group.name, partition, self.world.timeout_seconds, channel=f"gradients {group.name}")
+
+        found = {id(self.embedding): self.embedding}
+        for name in ("tp", "data", "stage"):
+            found[id(getattr(self, name))] = own(getattr(self, name), layout.groups(*GROUPS[name]))
+        for count, groups in self.experts_by_count.items():
+            for name in ("edp", "etp"):
+                partition = layout.expert_groups(*EXPERT_GROUPS[name], experts=count)
+                found[id(getattr(groups, name))] = own(getattr(groups, name), partition)
         return found
 
     def on_device(self, tensor: Tensor) -> Tensor:

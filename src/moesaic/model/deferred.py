@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._left: deque[tuple[Compute, Leaves]] = deque()
+        self._uses: Counter[Tensor] = Counter()
 
     def __len__(self) -> int:
         return len(self._left)
@@ -36,6 +38,18 @@ class WeightGradients:
     def append(self, compute: Compute, leaves: Leaves) -> None:
         """Leave `compute(leaves)` for later. It keeps alive whatever it refers to, and is dropped after it ran."""
         self._left.append((compute, leaves))
+
+    def expect(self, leaves: Leaves) -> None:
+        """Forward has used these parameters, and backward will leave their gradients."""
+        self._uses.update(leaf for leaf in leaves if leaf is not None)
+
+    def uses(self, leaf: Tensor) -> int:
+        """How many gradients of a parameter are left, or will be."""
+        return max(0, self._uses[leaf])
+
+    def _compute(self, compute: Compute, leaves: Leaves) -> Sequence[Tensor | None]:
+        self._uses.subtract(leaf for leaf in leaves if leaf is not None)
+        return compute(leaves)
 
     def run(self) -> None:
         """Compute what was left, oldest first, and add it to the parameters' `.grad`.
@@ -49,7 +63,7 @@ class WeightGradients:
         with torch.enable_grad():
             while self._left:  # of the nodes that can run, autograd takes the one made last
                 compute, leaves = self._left.pop()
-                roots.append(_Compute.apply(compute, *leaves))
+                roots.append(_Compute.apply(partial(self._compute, compute), *leaves))
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def run_one(self) -> bool:
@@ -61,7 +75,9 @@ class WeightGradients:
         if not self._left:
             return False
         with torch.enable_grad():
-            root = _Compute.apply(*_spread(self._left.popleft()))
+            compute, leaves = self._left.popleft()
+            root = _Compute.apply(partial(self._compute, compute), *leaves)
+            del compute
         torch.autograd.backward([root], [root.detach()])
         return True
 
@@ -69,11 +85,6 @@ class WeightGradients:
         """`run_one` for all that is left."""
         while self.run_one():
             pass
-
-
-def _spread(item: tuple[Compute, Leaves]) -> tuple[Any, ...]:
-    compute, leaves = item
-    return compute, *leaves
 
 
 class _Compute(torch.autograd.Function):
@@ -105,19 +116,23 @@ class Later:
 
 class _Active(threading.local):
     queue: WeightGradients | None = None
+    again = False
+    """Whether forward runs again for what backward needs of it, so that its uses of parameters are counted already."""
 
 
 _active = _Active()
 
 
 @contextlib.contextmanager
-def deferring(queue: WeightGradients | None) -> Iterator[None]:
-    """Forward inside, on this thread, leaves weight gradients to `queue`. None: it leaves nothing."""
-    before, _active.queue = _active.queue, queue
+def deferring(queue: WeightGradients | None, again: bool = False) -> Iterator[None]:
+    """Forward inside, on this thread, leaves weight gradients to `queue`. None: it leaves nothing. `again`: it runs for
+    the second time."""
+    before = _active.queue, _active.again
+    _active.queue, _active.again = queue, again
     try:
         yield
     finally:
-        _active.queue = before
+        _active.queue, _active.again = before
 
 
 def active_queue() -> WeightGradients | None:
@@ -139,9 +154,11 @@ def hide_from_autograd(x: Tensor, *parameters: Tensor | None) -> tuple[Later | N
     given = [p for p in parameters if p is not None]
     if not all(p.is_leaf for p in given) or not any(p.requires_grad for p in given):
         return None, parameters
+    if not _active.again:
+        queue.expect(parameters)
     return Later(queue, parameters), tuple(None if p is None else p.detach() for p in parameters)
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint`: what is recomputed leaves weight gradients exactly if forward did."""
-    return contextlib.nullcontext(), deferring(_active.queue)
+    return contextlib.nullcontext(), deferring(_active.queue, again=True)

@@ -10,7 +10,7 @@ How tokens come here and results go back is the dispatcher's business (`moesaic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -197,6 +197,8 @@ def _filled(module: Experts, into: list[Tensor | None]) -> list[Tensor | None]:
 def _finished(module: Experts, into: list[Tensor | None], in_place: bool, with_rows: set[int]) -> list[Tensor | None]:
     """What autograd gets: zero for experts that are not `with_rows`; None where `.grad` has been added to."""
     if in_place:
+        if module.after_accumulation is not None:
+            module.after_accumulation()
         return [None] * len(into)
     if not module.adds_down_bias and into[-1] is not None:
         into[-1].zero_()
@@ -255,6 +257,8 @@ class Experts(nn.Module):
         self.kind = ExpertKind(expert.activation, expert.gated)
         self.weights_on_input = moe.router.apply == "input"
         self.accumulate_in_place = False
+        self.after_accumulation: Callable[[], None] | None = None
+        """Called after gradients were added in place, where hooks of parameters are not."""
         self.up_name = "gate_up" if expert.gated else "up"
         ep, ep_rank = (1, 0) if groups is None else (groups.ep.size, groups.ep.rank)
         etp, etp_rank = (1, 0) if groups is None else (groups.etp.size, groups.etp.rank)
@@ -291,8 +295,12 @@ class Experts(nn.Module):
         return self.get_parameter(self.up_name), self.down, up_bias, self.down_bias
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:
-        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one."""
+        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one.
+
+        A dry run has no rows of single experts."""
         _, hidden, width = self.down.shape
+        if x_TD.is_meta:
+            return True
         return x_TD.device.type == "cuda" and x_TD.dtype == torch.bfloat16 and hidden % 8 == width % 8 == 0
 
     def extra_repr(self) -> str:

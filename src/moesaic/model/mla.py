@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         return self.o(out_TO, sequences.batch)
 
     def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """Queries [T, H, d], keys [T, H, d] and values [T, H, dv] from what the tensor group's tokens are reduced to."""
+        """Queries and keys [T, H, d], values [T, H, dv] from what the tensor group's tokens are reduced to."""
         spec, rows = self.spec, (sequences.batch, sequences.part_length)
         q = self.q(source) if spec.q_rank is None else self.q_b(source)
         q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)

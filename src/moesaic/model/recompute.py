@@ -82,7 +82,7 @@ class _Part:
             saved.append(tensor.detach())
 
         if self.inside:
-            with torch.enable_grad(), deferring(self.queue), saved_tensors_hooks(note, _saved):
+            with torch.enable_grad(), deferring(self.queue, again=True), saved_tensors_hooks(note, _saved):
                 made = _as_tuple(self.make(*inputs))
         else:
             with torch.no_grad():

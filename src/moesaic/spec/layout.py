@@ -103,9 +103,14 @@ class Layout:
 
     @property
     def compressed(self) -> tuple[str, ...]:
-        """`compression` without `dispatch` where all experts are on every rank, so that no rows travel."""
-        travels = self.etp > 1 or any(ep > 1 for _, ep in self.experts_ep)
-        return tuple(word for word in self.compression if word != "dispatch" or travels)
+        """`compression` without `dispatch` where all experts are on every rank, so that no rows travel, and without
+        `gradients` where every rank has parameters of its own."""
+        travels = {
+            "dispatch": self.etp > 1 or any(ep > 1 for _, ep in self.experts_ep),
+            "gradients": self.dp * self.cp > 1
+            or any(self.dp * self.cp * self.tp > ep * self.etp for _, ep in self.experts_ep),
+        }
+        return tuple(word for word in self.compression if travels[word])
 
     @property
     def world(self) -> int:

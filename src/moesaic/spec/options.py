@@ -27,25 +27,19 @@ OFFLOAD = ("optimizer", "activations")
 COMPRESSION = ("dispatch", "gradients")
 """What travels with fewer bits, which changes results a little. `dispatch`: rows to experts in fp8 (e4m3) with a scale
 per token. `gradients`: data-parallel sums of gradients sent in bf16 and added in fp32."""
-FLEX_BACKENDS = ("portable", "deepep", "hybridep")
+FLEX_LIBRARIES = ("deepep", "hybridep")
+"""Dispatchers over libraries for NVIDIA GPUs."""
+FLEX_BACKENDS = ("portable", *FLEX_LIBRARIES)
 """What the `flex` dispatcher runs on; `portable` is the hierarchical dispatcher."""
 
 NOT_BUILT = {
-    "dispatcher": (
-        "deepep",
-        "hybridep",
-    ),
-    "overlap": (
-        "gradients",
-        "parameters",
-        "tensor",
-    ),
+    "overlap": ("tensor",),
     "recompute": ("auto",),
     "offload": (
         "optimizer",
         "activations",
     ),
-    "compression": ("gradients",),
+    "compression": (),
 }
 """Words that the planner prices and this package's trainer does not have."""
 
@@ -64,8 +58,13 @@ def words(
 def words_rules(table: LayoutTable) -> Iterator[str]:
     """What is wrong with the words of a layout's options, whatever its degrees."""
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
-    if flex in ("deepep", "hybridep") and "dispatch" in table.compression:
+    if flex in FLEX_LIBRARIES and "dispatch" in table.compression:
         yield f"layout.compression 'dispatch' does not go with {flex}, which packs rows itself: leave out one of them"
+    if flex in FLEX_LIBRARIES and "inside" in table.overlap:
+        yield (
+            f"layout.overlap 'inside' does not go with {flex}, which takes the tokens of a rank whole and not in "
+            "chunks: leave out one of them"
+        )
     for name, given, known in _options(table):
         for word in () if isinstance(given, str) else given:
             if word not in known:
@@ -79,9 +78,9 @@ def refuse_unbuilt(table: LayoutTable) -> None:
         SpecError: the first word that the planner prices and the trainer lacks.
     """
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
-    if flex in NOT_BUILT["dispatcher"]:
+    if flex in FLEX_LIBRARIES and table.etp > 1:
         raise SpecError(
-            f"layout.dispatcher {table.dispatcher!r} ({flex}) does not exist yet: use auto, hierarchical or alltoall."
+            f"{flex} brings tokens to whole experts, and layout.etp is {table.etp}: use etp 1 or hierarchical."
         )
     for name, given, known in _options(table):
         asked = (given,) if isinstance(given, str) else words(given, known, RECOMPUTE_SETS)

@@ -112,8 +112,8 @@ class LayoutTable(Table):
     )
     overlap: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "What runs at the same time: any of inside, experts, weight_gradients, between; `auto` takes what the cost "
-        "model finds fastest on the cluster of cluster.gpu.",
+        "What runs at the same time: any of gradients, parameters, inside, experts, weight_gradients, between; `auto` "
+        "takes what the cost model finds fastest on the cluster of cluster.gpu.",
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
@@ -123,7 +123,9 @@ class LayoutTable(Table):
     recompute_headroom: float = _key(0.05, 'Share of memory that `recompute = "auto"` leaves free.', ge=0.0, lt=1.0)
     offload: list[str] = _key([], "What waits in host memory; a run is refused what it lacks.")
     compression: list[str] = _key(
-        [], "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8)."
+        [],
+        "What travels with fewer bits, which changes results a little: dispatch (rows to experts in fp8), gradients "
+        "(data-parallel sums sent in bf16, added in fp32).",
     )
 
 

@@ -8,6 +8,7 @@ edp, and over etp where it does not split them; an embedding that several pipeli
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from moesaic.mesh.collectives import all_reduce
 from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import Mesh
+from moesaic.mesh.reduction import PendingSum
 from moesaic.train.sharding import Held
 
 BUCKET_BYTES = 64 * 2**20
@@ -22,11 +24,19 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class GradientSums:
-    """Which groups each parameter's gradient is summed over, and who counts it in the norm."""
+    """Which groups each parameter's gradient is summed over, and who counts it in the norm.
 
-    def __init__(self, mesh: Mesh, held: dict[str, Held]) -> None:
-        self.mesh = mesh
+    `compress`: data-parallel sums travel in bf16 (`mesh.reduction`); those over copies of the embedding and over tensor
+    parallelism alone do not.
+    """
+
+    def __init__(self, mesh: Mesh, held: dict[str, Held], compress: bool = False) -> None:
+        self.mesh, self.compress = mesh, compress
         self._groups: dict[str, list[Group]] = {}
+        self._data = {id(mesh.data)}
+        if mesh.data.size > 1:
+            self._data.add(id(mesh.stage))
+        self._data |= {id(each.edp) for each in mesh.experts_by_count.values()}
         self._counted: dict[str, bool] = {}
         self.embedding = "embed.weight" if mesh.embedding.size > 1 and "embed.weight" in held else None
         for name, each in held.items():
@@ -50,15 +60,25 @@ class GradientSums:
             self._counted[name] = once
 
     @torch.no_grad()
-    def sum(self, gradients: dict[str, Tensor]) -> None:
-        """Sum the gradients in place, over what has not summed them yet."""
-        by_groups: dict[tuple[int, ...], list[str]] = {}
+    def sum(self, gradients: dict[str, Tensor], begun: Collection[str] = ()) -> None:
+        """Sum the gradients in place, over what has not summed them yet: those in `begun`, already summed over the
+        first of their groups, over the others."""
+        by_groups: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
         for name in gradients:
             if self._groups[name]:
-                by_groups.setdefault(tuple(id(group) for group in self._groups[name]), []).append(name)
-        for names in by_groups.values():
-            for group in self._groups[names[0]]:
-                _sum_in_buckets([gradients[name] for name in names], group)
+                key = (name in begun, tuple(id(group) for group in self._groups[name]))
+                by_groups.setdefault(key, []).append(name)
+        for (is_begun, _), names in by_groups.items():
+            for group in self._groups[names[0]][is_begun:]:
+                _sum_in_buckets([gradients[name] for name in names], group, self.travels_compressed(group))
+
+    def first_group(self, name: str) -> Group | None:
+        """The group that a parameter's gradient is summed over first; None where no other rank has the piece."""
+        return next(iter(self._groups[name]), None)
+
+    def travels_compressed(self, group: Group) -> bool:
+        """Whether sums over the group are sent in bf16."""
+        return self.compress and id(group) in self._data
 
     def norm(self, gradients: dict[str, Tensor]) -> float:
         """The 2-norm of all gradients of the model together, each counted once; the same number on every rank."""
@@ -76,15 +96,18 @@ def _is_split(held: Held, group: Group, first_dim: int) -> bool:
     return group.size > 1 and any(piece.parts > 1 and piece.dim >= first_dim for piece in held.cut.pieces)
 
 
-def _sum_in_buckets(tensors: list[Tensor], group: Group) -> None:
+def _sum_in_buckets(tensors: list[Tensor], group: Group, compress: bool = False) -> None:
+    def summed(x: Tensor) -> Tensor:
+        return PendingSum(x, group, compress=True).wait() if compress else all_reduce(x, group)
+
     bucket: list[Tensor] = []
     size = 0
     for tensor in [*tensors, None]:
         if bucket and (tensor is None or size + tensor.numel() * tensor.element_size() > BUCKET_BYTES):
             if len(bucket) == 1:
-                all_reduce(bucket[0], group)
+                summed(bucket[0])
             else:
-                flat = all_reduce(torch.cat([each.reshape(-1) for each in bucket]), group)
+                flat = summed(torch.cat([each.reshape(-1) for each in bucket]))
                 for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                     each.copy_(part.view_as(each))
             bucket, size = [], 0

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import moesaic
+from moesaic.dispatch import LIBRARIES
 from moesaic.mesh import collectives
 from moesaic.mesh.device import device
 from moesaic.mesh.group import CommunicationError, Group, forget_connections, progress
@@ -231,6 +232,9 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
     table, keys, world = run.layout, run.train, place.world
     model = model or run.model_spec()
     refuse_unbuilt(table)
+    library = LIBRARIES.get(table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher)
+    if library is not None:
+        library.check(device().kind, keys.dtype)
     needed = fewest_ranks(table) if table.dp == "auto" else table.pp * table.dp * table.cp * table.tp
     if world == 1 and needed > 1:
         # A layout that no number of processes makes legal should not send anybody to torchrun.

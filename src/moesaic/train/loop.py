@@ -156,8 +156,14 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
     compression = layout.compressed
     if compression:
         notes.append(f"Compressed, which changes results a little: {', '.join(compression)} (layout.compression).")
-    if len(compression) < len(layout.compression):
+    if "dispatch" in set(layout.compression) - set(compression):
         notes.append("layout.compression 'dispatch' has no effect: with ep·etp = 1 no rows travel to experts.")
+    if "gradients" in set(layout.compression) - set(compression):
+        notes.append(
+            "layout.compression 'gradients' has no effect: with dp·cp = 1 and edp = 1 no gradients are summed."
+        )
+    if "parameters" in layout.overlap and not state.sharding.is_on:
+        notes.append("layout.overlap 'parameters' has no effect: no weights are sharded (layout.sharding, dp·cp, edp).")
 
     def begin_folder() -> None:
         write_resolved(folder, run)

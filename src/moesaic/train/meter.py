@@ -357,7 +357,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return None if tensor.is_meta else tensor.untyped_storage()
+    return tensor.untyped_storage() if tensor.device.type == device().kind else None
 
 
 @contextlib.contextmanager

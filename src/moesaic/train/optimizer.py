@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.model.experts import Experts
 from moesaic.train.gradients import GradientSums
+from moesaic.train.overlapped import OverlappedSums
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -47,6 +48,7 @@ class Optimizer:
         sums: GradientSums | None = None,
     ) -> None:
         self.sums = sums
+        self.overlap: OverlappedSums | None = None
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
         self._spread: dict[str, DTensor] = {}
@@ -67,13 +69,16 @@ class Optimizer:
             for name, parameter in self.parameters.items()
             if parameter is not self.masters[name] and name not in self._spread
         ]
+        dry = any(master.is_meta for master in self.masters.values())
         groups: list[dict[str, Any]] = [
             {"params": [m for n, m in self.masters.items() if decays(n, m)], "weight_decay": weight_decay},
             {"params": [m for n, m in self.masters.items() if not decays(n, m)], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True
+            [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=not dry
         )
+        for group in self._adamw.param_groups:
+            group["fused"] = True  # which the constructor refuses where tensors have no memory
         # The moments exist from the start, so that a checkpoint of step 0 and one of step 1000 have the same keys.
         for master in self.masters.values():
             self._adamw.state[master] = {
@@ -113,7 +118,8 @@ class Optimizer:
             # A copy that nothing used here still has to take part in the sum over copies.
             master = self.masters[self.sums.embedding]
             master.grad = torch.zeros_like(master)
-        self.sums.sum(self.gradients())
+        begun = self.overlap.wait() if self.overlap is not None else ()
+        self.sums.sum(self.gradients(), begun)
 
     def clip(self, limit: float) -> float:
         """The 2-norm of all gradients together; if it exceeds `limit` > 0, all are scaled by one coefficient.

@@ -10,6 +10,7 @@ group if asked. Three levels, each with what the one before spreads:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from moesaic.mesh.cut import Cut
 from moesaic.mesh.device import device
 from moesaic.mesh.group import Group, byte_count
 from moesaic.mesh.mesh import Mesh
+from moesaic.mesh.messages import Exchange
+from moesaic.mesh.reduction import PendingScatter, reduce_scatter_compressed
 from moesaic.mesh.traffic import count
 from moesaic.model.decoder import Decoder
 from moesaic.model.layer import Layer
@@ -48,8 +51,19 @@ class Sharding:
     With level `none`, or where no other rank holds the same pieces, nothing is wrapped.
     """
 
-    def __init__(self, decoder: Decoder, mesh: Mesh, level: str, replicas: int, dtype: torch.dtype) -> None:
-        self.level = level
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        level: str,
+        replicas: int,
+        dtype: torch.dtype,
+        *,
+        ahead: bool = False,
+        under_backward: bool = False,
+        compress: bool = False,
+    ) -> None:
+        self.level, self._compress = level, compress
         self._modules: list[tuple[FSDPModule, int | None]] = []
         self.held: dict[str, Held] = {}
         self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -58,9 +72,16 @@ class Sharding:
         self._meshes: dict[int, tuple[DeviceMesh, Group]] = {}
         self._replicas = replicas
         self._mesh = mesh
+        # A gradient that is summed once a step need not be there before the optimizer. Streams do that by themselves,
+        # and where FSDP2 adds to a sum or sums it over replicas it has to be there.
+        defers = under_backward and level == "optimizer" and replicas == 1 and not mesh.world.needs_device
+        self._channels = mesh.gradient_channels() if defers and mesh.world.size > 1 else {}
+        self._scatters: list[PendingScatter] = []
         groups: dict[str, Group] = {}
         if level != "none":
             groups = self._wrap(decoder)
+        if ahead:
+            self._gather_ahead(decoder)
         for name, cut in decoder.cuts.items():
             rows = cut.local_shape[0] if cut.shape else 1
             group = groups.get(name)
@@ -76,6 +97,19 @@ class Sharding:
         """Whether anything is spread."""
         return bool(self._modules)
 
+    def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Whole weights, and whole gradients of them, that are here at the moment."""
+        weights, gradients = list[Tensor](), list[Tensor]()
+        for module, _ in self._modules:
+            group = module._get_fsdp_state()._fsdp_param_group
+            for each in group.fsdp_params if group is not None else ():
+                weights += each.all_gather_outputs
+                whole = getattr(each, "_unsharded_param", None)
+                sums = [each.unsharded_accumulated_grad, None if whole is None else whole.grad]
+                weights += [] if whole is None else [whole]
+                gradients += [one for one in sums if one is not None]
+        return weights, gradients
+
     def begin_step(self) -> None:
         """Before the first pass of a step. FSDP2 visits all of a rank's stages after every backward, and would drop the
         weights of one that is still marked as done from the step before."""
@@ -88,6 +122,12 @@ class Sharding:
         for module, of_stage in self._modules:
             if of_stage in (None, stage):
                 self._mark(module, last if of_stage is None else last_of_stage)
+
+    def end_backward(self) -> None:
+        """After the last backward of a step: wait for sums of gradients that are under way."""
+        for scatter in self._scatters:
+            scatter.wait()
+        self._scatters.clear()
 
     def _mark(self, module: FSDPModule, done: bool) -> None:
         """Whether the next backward through a module is the step's last."""
@@ -131,6 +171,25 @@ class Sharding:
             register_fsdp_forward_method(decoder, "stage_tensors")
         return spread
 
+    def _gather_ahead(self, decoder: Decoder) -> None:
+        """Gather the weights of the next layer while one computes, forward as well as backward.
+
+        On NCCL FSDP2 gathers on a stream of its own and only has to be told what comes next; without streams the
+        gathering has to be left pending too.
+        """
+        wrapped = {module for module, _ in self._modules}
+        for each in decoder.stages.values():
+            in_order = [decoder.layers[i] for i in each.layers]
+            units = [[m for m in (layer, *layer.modules()) if m in wrapped] for layer in in_order]
+            units = [list(dict.fromkeys(unit)) for unit in units]
+            for unit, after in itertools.pairwise(units):
+                if unit and after:
+                    unit[0].set_modules_to_forward_prefetch(after)  # type: ignore[operator, union-attr]
+                    after[0].set_modules_to_backward_prefetch(unit)  # type: ignore[operator, union-attr]
+        if not self._mesh.world.needs_device:
+            for module, _ in self._modules:
+                module._set_unshard_async_op(True)
+
     def _join_copies(self) -> None:
         """Make the groups of all copies. A pipeline stage may lack the experts that another has, but all ranks have to
         make equally many groups."""
@@ -153,14 +212,17 @@ class Sharding:
         module.set_force_sum_reduction_for_comms(True)
         if not group.needs_device:
             module.set_custom_all_gather(_Gather(shard_group))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(shard_group))  # type: ignore[arg-type]
+        if self._compress or not group.needs_device:
+            own = self._channels.get(id(group))
+            scatter = _ReduceScatter(own or shard_group, self._compress, None if own is None else self._scatters)
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         self._modules.append((module, stage))
         return shard_group
 
     def _device_mesh(self, group: Group) -> tuple[DeviceMesh, Group]:
         """The mesh FSDP2 wants over a group, and the group over which parameters are spread."""
         if id(group) not in self._meshes:
-            kind = device().kind
+            kind = "cpu" if device().kind == "meta" else device().kind
             assert group.handle is not None
             if self._replicas == 1:
                 made = DeviceMesh.from_group(group.handle, kind, mesh_dim_names=(group.name,)), group
@@ -194,6 +256,19 @@ class _Buffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+class _Works(dist.Work):  # type: ignore[misc]
+    """Messages under way as FSDP2 knows them: it waits for nothing else."""
+
+    def __init__(self, works: Exchange) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Block until all have arrived and left."""
+        self._works.wait()
+        return True
+
+
 class _Gather(_Buffers):
     """All-gather by plain messages."""
 
@@ -206,13 +281,18 @@ class _Gather(_Buffers):
             # FSDP2 may hand in its own slice of the output.
             works = send_to_all(input_tensor, list(output_tensor.view(n, -1)), self.group)
             if async_op:
-                return works
+                return _Works(works)
             works.wait()
             return None
 
 
 class _ReduceScatter(_Buffers):
-    """Reduce-scatter with sums in rank order."""
+    """Reduce-scatter with sums in rank order; with `compress` it travels in bf16. With a list `left` the sum is not
+    there at the end of the call, but after what the call appends has been waited for."""
+
+    def __init__(self, group: Group, compress: bool, left: list[PendingScatter] | None = None) -> None:
+        super().__init__(group)
+        self._compress, self._left = compress, left
 
     def __call__(
         self,
@@ -223,5 +303,9 @@ class _ReduceScatter(_Buffers):
         async_op: bool = False,
     ) -> Any:
         parts = input_tensor.view(self.group.size, -1)
-        output_tensor.view(-1).copy_(reduce_scatter(parts, self.group))
+        if self._left is not None:
+            self._left.append(PendingScatter(parts, output_tensor, self.group, compress=self._compress))
+            return None
+        summed = reduce_scatter_compressed if self._compress else reduce_scatter
+        output_tensor.view(-1).copy_(summed(parts, self.group))
         return None

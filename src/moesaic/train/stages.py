@@ -1,15 +1,19 @@
 """A rank's virtual stages at work on micro-batches: what a pipeline schedule calls, and what a step without one does.
 
-Kept per micro-batch and stage between forward and backward: the input, the output, and this stage's part of the loss.
+Kept per micro-batch and stage between forward and backward: the input, where the output's gradient enters, and this
+stage's part of the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moesaic.mesh import lanes
 from moesaic.mesh.device import device
@@ -19,6 +23,7 @@ from moesaic.model.forced import Forced
 from moesaic.model.losses import LossWeights
 from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.sharding import Sharding
 
 
@@ -50,14 +55,21 @@ class Work:
         step_tokens: int,
         clock: Stopwatch | None = None,
         sharding: Sharding | None = None,
+        reduction: OverlappedSums | None = None,
     ) -> None:
         self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
-        self.micros: list[MicroBatch] = [on_device(decoder, batch) for batch in batches]
+        self.micros: list[MicroBatch] = []
+        for batch in batches:
+            # Whole rows stand at the same places in every micro-batch, so their tables exist once.
+            plain = [micro for micro in self.micros[:1] if batch.positions_BS is None and batch.documents_BS is None]
+            self.micros.append(on_device(decoder, batch, plain[0] if plain else None))
         zero = torch.zeros((), dtype=torch.float64, device=device().torch_device)
         self.sums = LossSums(zero, zero.clone())
         self.clock, self.sharding = clock or Stopwatch(), sharding
         self.forced: Forced | None = None
         self.overlap = decoder.mesh.layout.overlap if decoder.mesh.layout is not None else ()
+        self.reduction = reduction
+        self.passes_left = len(decoder.stages)
         self.backwards_left = len(batches) * len(decoder.stages)
 
     def runners(self, *, backward: bool = True, split_backward: bool = False) -> dict[int, StageWork]:
@@ -104,9 +116,9 @@ class StageWork:
         self._keeps, self._splits = backward, split_backward
         self._fills = backward and bool({"between", "weight_gradients"} & set(work.overlap)) and not split_backward
         """Whether weight gradients fill what backward waits for messages."""
-        self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
+        self._open: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
-        self._backwards_left = len(work.micros)
+        self._backwards_left = self._passes_left = len(work.micros)
 
     def received_shape(self, micro: int) -> tuple[int, ...]:
         """Shape of what comes from the stage before."""
@@ -138,7 +150,8 @@ class StageWork:
                 self._index, x, work.micros[micro], work.weights, work.step_tokens
             )
             if self._keeps:
-                self._open[micro] = (x, out, total)
+                # Where its gradient goes in, not what has left: nothing here reads the values again.
+                self._open[micro] = (x, None if out is None else get_gradient_edge(out), total)
             if queue is not None:
                 self._left[micro] = queue
             work.sums.add(nats, total, parts)
@@ -153,8 +166,9 @@ class StageWork:
         if work.sharding is not None:
             work.sharding.begin_backward(self._index, self._backwards_left == 0, work.backwards_left == 0)
         queue = self._left.pop(micro) if self._fills else None
-        with work.clock.phase("backward"), lanes.filling(None if queue is None else queue.run_one):
-            roots = [(out, grad)] if out is not None else []
+        completes = contextlib.nullcontext() if self._splits else self._last_pass(queue)
+        with work.clock.phase("backward"), completes, lanes.filling(None if queue is None else queue.run_one):
+            roots: list[tuple[Any, Tensor | None]] = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
             torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
@@ -164,13 +178,30 @@ class StageWork:
 
     def weight_gradients(self, micro: int) -> None:
         """The weight gradients that `backward` left for later."""
-        with self._work.clock.phase("backward"):
-            self._left.pop(micro).run()
+        queue = self._left.pop(micro)
+        with self._work.clock.phase("backward"), self._last_pass(queue, only_left=True):
+            queue.run()
+
+    @contextlib.contextmanager
+    def _last_pass(self, left: WeightGradients | None, only_left: bool = False) -> Iterator[None]:
+        """Around what completes a micro-batch's gradients: in the step's last of this stage their sums begin. `left`
+        and `only_left`: see `OverlappedSums.begin`."""
+        reduction = self._work.reduction
+        self._passes_left -= 1
+        if self._passes_left > 0 or reduction is None:
+            yield
+            return
+        self._work.passes_left -= 1
+        reduction.begin(self._index, self._work.passes_left == 0, left, only_left)
+        yield
+        reduction.end()
 
 
-def on_device(decoder: Decoder, batch: Batch) -> MicroBatch:
-    """A batch as the decoder takes it, on this process's device."""
+def on_device(decoder: Decoder, batch: Batch, like: MicroBatch | None = None) -> MicroBatch:
+    """A batch as the decoder takes it, on this process's device. `like`: one with rows that may stand at its places."""
     where = device().torch_device
+    if like is not None and like.sequences.is_plain and like.ids_BS.shape == batch.ids_BS.shape:
+        return replace(like, ids_BS=batch.ids_BS.to(where), labels_BS=batch.labels_BS.to(where))
 
     def there(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(where)

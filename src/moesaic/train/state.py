@@ -15,6 +15,7 @@ from moesaic.model.decoder import Decoder
 from moesaic.train.checkpoint import State, model_state
 from moesaic.train.gradients import GradientSums
 from moesaic.train.optimizer import Optimizer
+from moesaic.train.overlapped import OverlappedSums
 from moesaic.train.sharded_state import rng_entry, shards_of
 from moesaic.train.sharding import Sharding
 
@@ -31,13 +32,29 @@ class TrainState:
     def of(
         cls, decoder: Decoder, dtype: torch.dtype, *, sharding: str = "none", replicas: int = 1, **adamw: Any
     ) -> TrainState:
-        """Prepare a decoder with fp32 weights for training in `dtype`. `adamw`: see `Optimizer`."""
+        """Prepare a decoder with fp32 weights for training in `dtype`. `adamw`: see `Optimizer`.
+
+        The layout of the decoder's mesh says what overlaps and what is compressed.
+        """
         mesh = decoder.mesh
+        overlap = mesh.layout.overlap if mesh.layout is not None else ()
+        compress = mesh.layout is not None and "gradients" in mesh.layout.compression
         decoder.dtype = dtype
-        spread = Sharding(decoder, mesh, sharding, replicas, dtype)
+        spread = Sharding(
+            decoder,
+            mesh,
+            sharding,
+            replicas,
+            dtype,
+            ahead="parameters" in overlap,
+            under_backward="gradients" in overlap,
+            compress=compress,
+        )
         decoder.to(device().torch_device)
-        sums = GradientSums(mesh, spread.held) if mesh.world.size > 1 else None
+        sums = GradientSums(mesh, spread.held, compress) if mesh.world.size > 1 else None
         optimizer = Optimizer(decoder, dtype=dtype, sums=sums, **adamw)
+        if sums is not None and "gradients" in overlap:
+            optimizer.overlap = OverlappedSums(decoder, sums, optimizer.masters)
         return cls(decoder, optimizer, spread)
 
     def tensors(self) -> dict[str, Tensor]:

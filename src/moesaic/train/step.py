@@ -75,7 +75,15 @@ def train_step(
 
     if sharding is not None:
         sharding.begin_step()
-    work = Work(decoder, batches, weights=weights, step_tokens=step_tokens, clock=clock, sharding=sharding)
+    work = Work(
+        decoder,
+        batches,
+        weights=weights,
+        step_tokens=step_tokens,
+        clock=clock,
+        sharding=sharding,
+        reduction=optimizer.overlap,
+    )
     if forced is not None:
         forced.begin_step(step)
         work.forced = forced
@@ -88,6 +96,8 @@ def train_step(
         forced.end_step()
 
     with clock.phase("optimizer"):
+        if sharding is not None:
+            sharding.end_backward()
         optimizer.sum_gradients()
         norm = optimizer.clip(clip)
         if not (math.isfinite(sums["total"]) and math.isfinite(norm)):

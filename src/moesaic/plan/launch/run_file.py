@@ -6,7 +6,7 @@ from typing import Any
 
 from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
-from moesaic.spec.options import FLEX_BACKENDS, refuse_unbuilt
+from moesaic.spec.options import FLEX_BACKENDS, FLEX_LIBRARIES, refuse_unbuilt
 from moesaic.spec.presets import PRESETS
 from moesaic.spec.run import parse_run
 from moesaic.spec.stages import default_stages
@@ -66,6 +66,8 @@ def run_tables(draft: Draft, plan: Plan) -> dict[str, dict[str, Any]]:
     if work.model.mtp and not work.mtp:
         tables["train"]["mtp_weight"] = 0.0
     draft.remark("[data] path is missing: name your text or tokens")
+    if layout.dispatcher in FLEX_LIBRARIES:
+        draft.remark(f"dispatcher {layout.dispatcher} needs the package deep_ep on every node")
     _read_back(draft, plan, tables)
     return tables
 
