@@ -61,8 +61,8 @@ def fit(
     from moesaic.spec.legal import fewest_ranks
     from moesaic.spec.run import load_run, resolve_balance
     from moesaic.train.dry_run import dry_run
-    from moesaic.train.predicted import workload
     from moesaic.train.options import chosen_layout
+    from moesaic.train.predicted import workload
 
     run = load_run(file / "run.toml" if file.is_dir() else file, overrides or [])
     model = run.model_spec()

@@ -32,8 +32,8 @@ from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train.data import Batch
 from moesaic.train.meter import Made, Meter, Peak
-from moesaic.train.predicted import workload
 from moesaic.train.metrics import Stopwatch
+from moesaic.train.predicted import workload
 from moesaic.train.shapes_only import ShapesOnly
 from moesaic.train.state import TrainState
 from moesaic.train.step import train_step
