@@ -112,7 +112,8 @@ class Metered:
         rank = self.mesh.world.rank
         limit = device().total_memory_bytes() if LIMIT_BYTES is None else LIMIT_BYTES
         if meter is not None:
-            phase, peak = max(meter.peaks().items(), key=lambda item: item[1].total)
+            # Leaving a phase sees as much as its fullest moment did: what failed stands in the traceback.
+            phase, peak = max(meter.peaks().items(), key=lambda item: (item[1].total, item[0] != "other"))
             phase, used, consumers, source = "" if phase == "other" else phase, peak.total, peak.consumers, "metered"
         else:
             said = predict(self.run, self.spec, self.layout)[self.mesh.pp.rank]

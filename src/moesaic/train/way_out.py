@@ -101,9 +101,7 @@ def _legal(run: RunSpec, model: ModelSpec, layout: Layout, changed: dict[str, An
     if next(option_rules(table), None) is not None:
         return None
     try:
-        return resolve_layout(
-            table, model, layout.world, seq_len=run.train.seq_len, global_batch=run.train.global_batch
-        )
+        return resolve_layout(table, model, layout.world, seq_len=keys.seq_len, global_batch=keys.global_batch)
     except SpecError:
         return None
 
