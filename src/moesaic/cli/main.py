@@ -25,6 +25,7 @@ COMMANDS = {
     "check": "moesaic.cli.check:check",
     "layout": "moesaic.cli.layout:layout",
     "plan": "moesaic.cli.plan:plan",
+    "fit": "moesaic.cli.fit:fit",
     "accuracy": "moesaic.cli.accuracy:accuracy",
     "calibrate": "moesaic.cli.calibrate:calibrate",
     "train": "moesaic.cli.train:train",

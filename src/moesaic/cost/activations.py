@@ -182,8 +182,15 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
     experts, rows = moe.router.experts, routed_rows(moe, work, columns)
     narrow = rows / columns.etp
     moe_only, first = ("moe",), a * first_width(moe.expert) * narrow
+    read = np.ones(len(columns))
+    if not habits.rows and a < FP32:
+        # The router reads a copy in fp32. The norm's output itself stays for experts that are all here and for what
+        # stands beside them.
+        beside = moe.shared is not None and (moe.shared_combine != "sum")
+        alone = (columns.tp == 1) | habits.gathers_again
+        read = ((columns.ep * columns.etp == 1) | beside | (alone & (moe.shared is not None))).astype(np.float64)
     kept = [
-        Kept("norms", "second norm's output, read by the router", a * hidden * tokens, ("layernorm",)),
+        Kept("norms", "second norm's output, read by the router", a * hidden * tokens * read, ("layernorm",)),
         Kept("experts", "first matmul's output", first, moe_only),
     ]
     if habits.rows:
@@ -200,6 +207,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
         brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
         sent = received_tokens(moe, work, columns) / columns.etp
         route = np.where(columns.dispatches("alltoall") & (columns.ep > 1), INT64 * (2 * sent + tokens + 1), 0.0)
+        if a < FP32:
+            copies = FP32 * hidden * (tokens + experts)
+            kept.append(Kept("router", "its input and its weight in fp32", copies, moe_only))
         kept += [
             Kept("router", "fp32 scores and the choices, int64", chosen, moe_only),
             Kept("dispatch", "tokens that the dispatcher brought", a * hidden * brought, moe_only),
@@ -226,9 +236,10 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
             label = moe_only if habits.drops_core else shared
             kept.append(Kept("shared_experts", "output, for the gate's backward", a * hidden * tokens, label))
             if not habits.rows:
-                shares = 1 if moe.shared_combine == "sigmoid_gate" else 2 + hidden
-                what = "gates, and where there are two, the routed experts' sum"
-                kept.append(Kept("shared_experts", what, a * shares * tokens, moe_only))
+                gates = 1 if moe.shared_combine == "sigmoid_gate" else 2
+                kept.append(Kept("shared_experts", "gates", a * gates * tokens, moe_only))
+                if moe.shared_combine == "learned":
+                    kept.append(Kept("experts", "their sum, for the gate's backward", a * hidden * tokens, moe_only))
     return kept
 
 
@@ -249,6 +260,17 @@ def _product_input(
 def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits = MEGATRON) -> list[Kept]:
     """What a multi-token prediction block keeps around its layer (arXiv 2412.19437 section 2.2)."""
     tokens, a, q = tokens_between(work, columns, habits), value_bytes(work.precision), input_bytes(work.precision)
+    if habits.loss == "chunks":
+        # The loss keeps gradients, not the last norm's output. The norms keep their inputs, of which one is the final
+        # norm's output, and a statistic each.
+        wide = a * model.hidden * tokens
+        return [
+            Kept("head", "final norm's output, read by the block", wide, always=True),
+            Kept("mtp", "embedding of the next tokens, read by its norm", wide, always=True),
+            Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens),
+            Kept("mtp", "input of its last norm", wide, always=True),
+            Kept("mtp", "one fp32 statistic of each norm", 3 * FP32 * tokens, always=True),
+        ]
     return [
         Kept("mtp", "embedding of the next tokens, read by its norm", a * model.hidden * tokens, always=True),
         Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens),

@@ -56,9 +56,11 @@ class Habits:
     quantized_weights: bool = True
     """With fp8 or mxfp8 matmuls, layer weights are stored in fp8 only, once by rows and once by columns (Megatron's
     `--fp8-param-gather`). Else both copies stand beside the bf16 weights."""
+    cut_block_projection: bool = True
+    """The projection before a prediction block's layer is cut by tp. Else every rank of a tensor group has it whole."""
     gathers_masters: bool = False
     """With sharding, weights are gathered from their fp32 masters (FSDP2), which an offloaded optimizer leaves on the
-    device."""
+    device, and which are all that is stored of a sharded weight. Else shards of weights stand beside them."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB
@@ -83,10 +85,11 @@ MOESAIC = Habits(
     rows=False,
     padded_values=True,
     fused_norms=False,
-    drops_core=True,
     gathers_again=False,
+    drops_core=True,
     placeholders=False,
     quantized_weights=False,
+    cut_block_projection=False,
     gathers_masters=True,
     vocabulary_multiple=1,
     workspaces=2,

@@ -107,7 +107,8 @@ def part_local(model: ModelSpec, part: str, columns: Columns, habits: Habits) ->
     elif part == "loss":
         other = norm * ones
     else:
-        matmul, other = 2 * model.hidden**2 / tp * ones, 3.0 * norm * ones
+        cut = tp if habits.cut_block_projection else ones
+        matmul, other = 2 * model.hidden**2 / cut * ones, 3.0 * norm * ones
     return Local(matmul, other, 0 * ones, ones)
 
 
@@ -116,9 +117,9 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
 
     Mixed precision: 2 for the weight, `gradient_bytes` (4) for the accumulated gradient, 4 for the fp32 weight (2 where
     it is split) and two moments. Unsharded that is 18; with the optimizer sharded over d ranks 6 + 12/d, with bf16
-    moments 6 + 8/d, with gradients sharded too 2 + 16/d, with parameters 18/d (ZeRO, arXiv 1910.02054 section 3). d is
-    dp·cp for the dense mesh and edp for experts, over `replicas`. In fp32 weight and master are one. An offloaded
-    optimizer leaves what is not its fraction, and masters that weights are gathered from.
+    moments 6 + 8/d, with gradients sharded too 2 + 16/d, with parameters 18/d (ZeRO, arXiv 1910.02054 section 3;
+    16/d with `gathers_masters`). d is dp·cp for the dense mesh and edp for experts, over `replicas`. In fp32 weight and
+    master are one. An offloaded optimizer leaves what is not its fraction, and masters that weights are gathered from.
     """
     full = work.precision == "fp32"
     weight = 4.0 if full else 2.0
@@ -138,16 +139,25 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
 
     weights = (local.matmul * quantised + local.other * weight, local.expert * quantised)
     gradients = ((local.matmul + local.other) * work.gradient_bytes, local.expert * work.gradient_bytes)
-    optimizer = ((local.matmul + local.other) * master, local.expert * master)
-    kept_weights, kept_gradients = shard(weights, "parameters"), shard(gradients, "gradients")
-    gathered = np.where(kept_weights < sum(weights), sum(weights), 0) + np.where(
+    counts = (local.matmul + local.other, local.expert)
+    optimizer = (counts[0] * master, counts[1] * master)
+    unsharded, kept_weights = sum(weights), shard(weights, "parameters")
+    kept_gradients = shard(gradients, "gradients")
+    staying: Floats | float = 0.0
+    if habits.gathers_masters:
+        # Of a spread weight its master is stored, in fp32 too, and no shard of what computes.
+        spread = [(columns.sharding >= _LEVEL["optimizer"]) & (copies > 1) for copies in (dense, expert)]
+        stored = [np.where(on, 4 if full else whole, whole) * count for on, count in zip(spread, counts, strict=True)]
+        moments = 2 * work.moment_bytes
+        optimizer = (stored[0] + counts[0] * moments, stored[1] + counts[1] * moments)
+        apart = columns.sharding >= _LEVEL["parameters"]
+        left = [np.where(on & apart, 0.0, one) for on, one in zip(spread, weights, strict=True)]
+        kept_weights = left[0] + left[1]
+        staying = np.where(columns.sharding > 0, shard((stored[0], stored[1]), "optimizer"), 0.0)
+    gathered = np.where(kept_weights < unsharded, unsharded, 0) + np.where(
         kept_gradients < sum(gradients), sum(gradients), 0
     )
     held = shard(optimizer, "optimizer")
-    staying: Floats | float = 0.0
-    if habits.gathers_masters:
-        masters = ((local.matmul + local.other) * whole, local.expert * whole)
-        staying = np.where(columns.sharding > 0, shard(masters, "optimizer"), 0.0)
     away = np.where(columns.offloads("optimizer"), columns.offload_fraction, 0.0) * (held - staying)
     return States(kept_weights, kept_gradients, held - away, gathered)
 

@@ -34,7 +34,7 @@ class AllGatherDispatcher(Dispatcher):
     def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
         """Half of the own tokens, other ranks' in chunks, the other half; each sum comes back to its owner."""
         goes_nT = torch.ones(self.group.size, len(ids_TK), dtype=torch.bool, device=ids_TK.device)
-        cut = part_routes(goes_nT, self.group, chunks)
+        cut = part_routes(goes_nT, self.group, chunks, self.group.size)
         return [cut.first, *cut.remote, cut.last]
 
 

@@ -30,12 +30,12 @@ class AllToAllDispatcher(Dispatcher):
 
     def route(self, ids_TK: Tensor) -> Route:
         """To the ranks of the chosen experts."""
-        route = ExchangeRoute.of(places_of(ids_TK, self.experts_here, self.ep.size), self.ep)
+        route = ExchangeRoute.of(places_of(ids_TK, self.experts_here, self.ep.size), self.ep, ids_TK.shape[1])
         return gathered(route, sum(route.received), self.etp)
 
     def routes_of_parts(self, ids_TK: Tensor, chunks: int) -> list[Route]:
         """Half of what stays here, what travels in chunks of tokens, the other half."""
-        cut = part_routes(places_of(ids_TK, self.experts_here, self.ep.size).t(), self.ep, chunks)
+        cut = part_routes(places_of(ids_TK, self.experts_here, self.ep.size).t(), self.ep, chunks, ids_TK.shape[1])
         routes: list[Route] = [cut.first, *cut.remote, cut.last]
         if self.etp.size == 1:
             return routes

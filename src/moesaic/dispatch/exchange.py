@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moesaic.dispatch.route import Arrival, Then
 from moesaic.mesh import collectives
+from moesaic.mesh.dry import expected
 from moesaic.mesh.group import Group
 
 
@@ -28,8 +29,13 @@ class ExchangeRoute:
     received: list[int]
 
     @classmethod
-    def of(cls, goes_Tn: Tensor, group: Group) -> ExchangeRoute:
-        """The route of tokens that go to each rank of the group that `goes_Tn` names. Waits for other ranks' counts."""
+    def of(cls, goes_Tn: Tensor, group: Group, top_k: int) -> ExchangeRoute:
+        """The route of tokens that go to each rank of the group that `goes_Tn` names, for `top_k` choices each. Waits
+        for other ranks' counts."""
+        if (counts := expected()) is not None:
+            sent, received = (f(len(goes_Tn), top_k, group.size) for f in (counts.sent, counts.received))
+            tokens_N = goes_Tn.new_empty(sum(sent), dtype=torch.int64)
+            return cls(group, len(goes_Tn), tokens_N, sent, received)
         goes_nT = goes_Tn.t()
         # By rank, and for each rank in the order of tokens. A copy, since autograd keeps it and not the ranks.
         tokens_N = goes_nT.nonzero()[:, 1].clone()

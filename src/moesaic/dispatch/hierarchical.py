@@ -36,9 +36,11 @@ class HierarchicalDispatcher(Dispatcher):
         """To the nodes of the chosen experts, and there to their ranks."""
         nodes, each = self.across.size, self.inside.size
         goes_Tnm = places_of(ids_TK, self.experts_here, nodes * each).unflatten(1, (nodes, each))
-        over = ExchangeRoute.of(goes_Tnm.any(2), self.across)
+        over = ExchangeRoute.of(goes_Tnm.any(2), self.across, ids_TK.shape[1])
         # Which ranks of its node a copy is for goes ahead, a byte for each: the second leg is planned with it.
-        asked_Nm = torch.cat([goes_Tnm[:, node][goes_Tnm[:, node].any(1)] for node in range(nodes)])
+        asked_Nm = torch.cat(
+            [goes_Tnm[:, node].index_select(0, here) for node, here in enumerate(over.tokens_N.split(over.sent))]
+        )
         goes_Rm = over.start_rows(asked_Nm.to(torch.uint8), "ranks asked").wait().bool()
-        fan = ExchangeRoute.of(goes_Rm, self.inside)
+        fan = ExchangeRoute.of(goes_Rm, self.inside, ids_TK.shape[1])
         return gathered(Chain(over, fan), sum(fan.received), self.etp)

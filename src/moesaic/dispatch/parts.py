@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from moesaic.dispatch.exchange import ExchangeRoute
 from moesaic.dispatch.route import Arrival, Here, Route, Then
 from moesaic.mesh import collectives
+from moesaic.mesh.dry import Expected, expected
 from moesaic.mesh.group import Group
 
 REMOTE_CHUNKS = 2
@@ -80,12 +81,14 @@ class PartRoutes:
     last: OwnRoute
 
 
-def part_routes(goes_nT: Tensor, group: Group, chunks: int) -> PartRoutes:
-    """Routes of T tokens of which `goes_nT` says to which ranks of the group they go.
+def part_routes(goes_nT: Tensor, group: Group, chunks: int, most: int) -> PartRoutes:
+    """Routes of T tokens of which `goes_nT` says to which ranks of the group they go, each to at most `most`.
 
     The own ones in two halves, the others in `chunks` by token. Ranks' counts are one message.
     """
     tokens = goes_nT.shape[1]
+    if (counts := expected()) is not None:
+        return _expected_routes(goes_nT, group, chunks, most, counts)
     own_M = goes_nT[group.rank].nonzero()[:, 0]
     away_nT = goes_nT.clone()
     away_nT[group.rank] = False
@@ -103,6 +106,25 @@ def part_routes(goes_nT: Tensor, group: Group, chunks: int) -> PartRoutes:
     ]
     half = len(own_M) // 2
     return PartRoutes(OwnRoute(tokens, own_M[:half]), remote, OwnRoute(tokens, own_M[half:]))
+
+
+def _expected_routes(goes_nT: Tensor, group: Group, chunks: int, most: int, counts: Expected) -> PartRoutes:
+    """`part_routes` of a dry run."""
+    tokens, here = goes_nT.shape[1], group.rank
+    sent, received = (count(tokens, most, group.size) for count in (counts.sent, counts.received))
+    own, sent[here], received[here] = sent[here], 0, 0
+
+    def numbers(count: int) -> Tensor:
+        return goes_nT.new_empty(count, dtype=torch.int64)
+
+    def chunk_of(each: list[int], chunk: int) -> list[int]:
+        return [count * (chunk + 1) // chunks - count * chunk // chunks for count in each]
+
+    remote = []
+    for chunk in range(chunks):
+        out, back = chunk_of(sent, chunk), chunk_of(received, chunk)
+        remote.append(ExchangeRoute(group, tokens, numbers(sum(out)), out, back))
+    return PartRoutes(OwnRoute(tokens, numbers(own // 2)), remote, OwnRoute(tokens, numbers(own - own // 2)))
 
 
 class _Sum(Function):

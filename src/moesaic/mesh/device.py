@@ -107,7 +107,7 @@ def _second_stream(where: torch.device) -> torch.cuda.Stream:
 class Device:
     """One accelerator, or this machine's processor.
 
-    `kind` is `cpu` or `cuda`; `torch_device` is what tensors are made on.
+    `kind` is `cpu` or `cuda`, and `meta` in a dry run; `torch_device` is what tensors are made on.
     """
 
     kind: str
@@ -171,6 +171,26 @@ class Device:
             return int(torch.cuda.max_memory_allocated(self.torch_device))
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def allocator_peak_bytes(self) -> int | None:
+        """Most bytes of tensors at once since `restart_peak`, as the device's allocator counts; None on a CPU."""
+        return self.peak_memory_bytes() if self.kind == "cuda" else None
+
+    def restart_peak(self) -> None:
+        """Begin to look for the allocator's peak anew."""
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def total_memory_bytes(self) -> int | None:
+        """Bytes that there are in all, for this process: the device's, or main memory within the limit that the
+        process has been given; None where the system does not say."""
+        if self.kind == "cuda":
+            return int(torch.cuda.mem_get_info(self.torch_device)[1])
+        limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        found = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+        with contextlib.suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return min(found, default=None)
 
     def free_memory_bytes(self) -> int | None:
         """Bytes that new tensors could still take; None where the system does not say."""
@@ -249,9 +269,26 @@ def bf16_is_native() -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-@functools.cache
 def device() -> Device:
-    """The device of this process: the local rank's GPU if there is one, else the processor."""
+    """The device of this process: the local rank's GPU if there is one, else the processor; none in a dry run."""
+    return _pretended[-1] if _pretended else _found()
+
+
+_pretended: list[Device] = []
+
+
+@contextlib.contextmanager
+def without_device() -> Iterator[None]:
+    """Inside, tensors have shapes and types but no memory (torch's `meta` device)."""
+    _pretended.append(Device("meta", torch.device("meta")))
+    try:
+        yield
+    finally:
+        _pretended.pop()
+
+
+@functools.cache
+def _found() -> Device:
     if torch.cuda.is_available():
         # Some launchers show each process its own device only, as number 0.
         index = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0

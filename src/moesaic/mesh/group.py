@@ -89,8 +89,8 @@ class Group:
         if len(mine) == 1:
             return cls.single(name, me)
         handle = _connections[key]
-        on_nccl = dist.get_backend(handle) == "nccl"
-        return cls(name, mine, mine.index(me), handle, timeout_seconds, on_nccl, beside)
+        on_device = dist.get_backend(handle) != "gloo"
+        return cls(name, mine, mine.index(me), handle, timeout_seconds, on_device, beside)
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:

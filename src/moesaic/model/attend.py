@@ -111,6 +111,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) ->
         v = F.pad(v, (0, width - value_width))
     elif value_width > width:
         q, k = F.pad(q, (0, value_width - width)), F.pad(k, (0, value_width - width))
+    if q.is_meta:  # the kernel that keeps no scores, which torch takes only where there is a device
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        core = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, _ = core(*heads, is_causal=mask is None, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2)[..., :value_width]  # type: ignore[no-any-return]
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

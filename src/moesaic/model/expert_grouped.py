@@ -169,13 +169,14 @@ class GroupedExperts(torch.autograd.Function):
         if keep:
             ctx.module, ctx.rows, ctx.shape_TK, ctx.later = module, rows, ids_TK.shape, later
             ctx.parts = parts or PartGradients(1)
-            ctx.save_for_backward(x_TD, weight_R, h_RG, ends_E, *parameters)
+            ctx.save_for_backward(x_TD, weight_R, h_RG, *parameters)
         return _sum_per_token(y_RD, rows, *ids_TK.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
-        x_TD, weight_R, h_RG, ends_E, up_EGD, down_EDF, _, down_bias_ED = ctx.saved_tensors
+        x_TD, weight_R, h_RG, up_EGD, down_EDF, _, down_bias_ED = ctx.saved_tensors
+        ends_E = ctx.rows.ends_E.to(torch.int32)
         (grad_y_TD,) = outputs
         rows, on_input, adds_bias = ctx.rows, ctx.module.weights_on_input, ctx.module.adds_down_bias
         inner_R = None if on_input else weight_R

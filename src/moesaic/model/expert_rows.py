@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moesaic.mesh.dry import expected
+
 Span = tuple[int, int, int]
 """An expert and its rows: (expert, first row, row after the last)."""
 
@@ -35,7 +37,10 @@ class SortedRows:
             sorted_R, order_R = ids_TK.reshape(-1).sort(stable=True)
         else:
             flat = ids_TK.reshape(-1)
-            here_R = ((flat >= 0) & (flat < experts)).nonzero()[:, 0]
+            if (counts := expected()) is None:
+                here_R = ((flat >= 0) & (flat < experts)).nonzero()[:, 0]
+            else:
+                here_R = flat.new_empty(counts.rows(len(ids_TK)))
             sorted_R, order_R = flat.index_select(0, here_R).sort(stable=True)
             order_R = here_R.index_select(0, order_R)
         ends_E = torch.searchsorted(sorted_R, torch.arange(experts, device=ids_TK.device), right=True)

@@ -298,8 +298,12 @@ class Experts(nn.Module):
         return self.get_parameter(self.up_name), self.down, up_bias, self.down_bias
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:
-        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one."""
+        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one.
+
+        A dry run has no rows of single experts."""
         _, hidden, width = self.down.shape
+        if x_TD.is_meta:
+            return True
         return x_TD.device.type == "cuda" and x_TD.dtype == torch.bfloat16 and hidden % 8 == width % 8 == 0
 
     def extra_repr(self) -> str:

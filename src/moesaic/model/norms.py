@@ -47,7 +47,7 @@ class _RmsNorm(torch.autograd.Function):
         grad_x_TD = torch.empty_like(x_TD)
         grad_weight = torch.zeros_like(factor)
         block = max(1, _ELEMENTS_PER_BLOCK // width)
-        for start in range(0, x_TD.shape[0], block):
+        for start in range(0, min(block, x_TD.shape[0]) if x.is_meta else x_TD.shape[0], block):
             rows = slice(start, start + block)
             grad_y = grad_y_TD[rows].to(scale.dtype)
             normed = x_TD[rows].to(scale.dtype) * scale_T1[rows]

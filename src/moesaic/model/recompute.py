@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -43,13 +44,13 @@ class Stand(Protocol):
 class _Handle:
     """What is saved in place of a tensor that `part` makes again. `geometry`: a view of its output, in elements."""
 
-    __slots__ = ("geometry", "index", "part", "read", "value")
+    __slots__ = ("__weakref__", "geometry", "index", "part", "read", "value")
 
     def __init__(self, part: _Part, index: int, geometry: tuple[Any, ...] | None = None) -> None:
         self.part, self.index, self.geometry = part, index, geometry
         self.value: Tensor | None = None
         self.read = False
-        part.handles.append(self)
+        part.handles.append(weakref.ref(self))
 
     def take(self) -> Tensor:
         """The tensor. A second backward through the same graph makes it once more."""
@@ -57,8 +58,9 @@ class _Handle:
             self.read = False
             self.part.make_again()
         value, self.value, self.read = self.value, None, True
-        if all(handle.read for handle in self.part.handles):
-            for handle in self.part.handles:
+        others = self.part.alive()
+        if all(handle.read for handle in others):
+            for handle in others:
                 handle.read = False
         assert value is not None
         return value
@@ -74,8 +76,14 @@ class _Part:
 
     def __init__(self, make: Make, inputs: Sequence[tuple[Any, bool]], inside: bool) -> None:
         self.make, self.inputs, self.inside = make, inputs, inside
-        self.handles: list[_Handle] = []
+        # Whoever saved a handle holds it and with it this part. Held from here too, what the part begins from would
+        # outlive its backward until Python looks for cycles.
+        self.handles: list[weakref.ref[_Handle]] = []
         self.queue = active_queue()
+
+    def alive(self) -> list[_Handle]:
+        """The handles that somebody may still read."""
+        return [handle for handle in (each() for each in self.handles) if handle is not None]
 
     def drop_saved(self, tensor: Tensor) -> _Handle:
         """Called for each tensor that the work saves, in order."""
@@ -95,7 +103,7 @@ class _Part:
         else:
             with torch.no_grad():
                 made = _as_tuple(self.make(*inputs))
-        for handle in self.handles:
+        for handle in self.alive():
             if handle.read:
                 continue
             if handle.geometry is None:

@@ -40,6 +40,8 @@ class Sequences:
     ) -> None:
         self.batch = batch
         self.length = length
+        self.is_plain = positions is None and documents is None
+        """Whether rows are whole, so that others of this shape stand at the same places."""
         self.positions = torch.arange(length, device=device)[None] if positions is None else positions
         self.documents = documents
         if documents is not None:

@@ -227,6 +227,9 @@ class RunTable(Table):
     timeout_seconds: float = _key(
         600.0, "Longest wait for another rank before the job is taken down.", "seconds", gt=0.0
     )
+    memory_steps: int = _key(
+        0, "First steps whose memory is metered, by module and phase, into memory.json; they are slower.", "steps", ge=0
+    )
 
     @model_validator(mode="before")
     @classmethod

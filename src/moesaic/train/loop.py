@@ -39,6 +39,7 @@ from moesaic.train.folder import (
     write_resolved,
 )
 from moesaic.train.launch import Launch, join
+from moesaic.train.metered import Metered
 from moesaic.train.metrics import Display, MetricsFile, NoDisplay, NoMetrics, Row, Stopwatch
 from moesaic.train.nonfinite import NonFiniteError, not_finite
 from moesaic.train.routing_files import benchmark_only, forced_routing
@@ -197,15 +198,17 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
         checkpoints.save(step, state.saved(group), texts | {"run.toml": run.to_toml()})
 
     display_of = Display(console, folder, keys.steps, step) if launch.is_first else NoDisplay()
-    with metrics, display_of as display, StopRequest(display.say) as stop:
+    # The clock restarts when a step's line is written, so a checkpoint's time stands in the line of the next step.
+    clock = Stopwatch(device().synchronize)
+    metered = Metered(run, spec, layout, mesh, state, clock)
+    with metrics, display_of as display, StopRequest(display.say) as stop, metered:
         display.say(_headline(run, spec, launch, matmul_flops))
         for note in notes:
             display.say(note)
-        # The clock restarts when a step's line is written, so a checkpoint's time stands in the line of the next step.
-        clock = Stopwatch(device().synchronize)
-
+        clock.restart()
         while step < keys.steps and not launch.anyone(bool(stop.requested) or checkpoints.failed):
             step += 1
+            metered.begin(step)
             with clock.phase("data"):
                 batches = data.train.batches(step - 1, mesh.dp.rank, mesh.dp.size)
             lr = learning_rate(step, keys)
@@ -254,6 +257,8 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
                 with clock.phase("checkpoint"):
                     save()
                 saved_step = step
+            for line in metered.end():
+                display.say(line)
 
         if step < keys.steps:
             # A failed write raises here, on all ranks.

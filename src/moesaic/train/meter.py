@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.mesh.device import device
 from moesaic.model.decoder import Decoder
 from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.layer import Layer
@@ -68,8 +69,8 @@ class Peak:
 
     total: int
     categories: dict[str, int]
-    modules: dict[str, int]
-    """The same bytes by `category module`, for those with a module."""
+    consumers: dict[str, int]
+    """The same bytes, activations and temporaries by module too, largest first."""
 
 
 class Meter(TorchDispatchMode):
@@ -79,7 +80,7 @@ class Meter(TorchDispatchMode):
     a device with that much memory would.
     """
 
-    def __init__(self, decoder: Decoder, state: dict[str, Iterable[Tensor]], limit: int | None = None) -> None:
+    def __init__(self, decoder: Decoder, state: dict[str, list[Tensor]], limit: int | None = None) -> None:
         super().__init__()
         self._places, self._inputs = dict(_places(decoder)), dict(_inputs(decoder))
         self._live: dict[int, Made] = {}
@@ -88,10 +89,13 @@ class Meter(TorchDispatchMode):
         self._passing: list[Made] | None = None
         self._kept: list[list[Made]] = []
         self._sequences: Sequences | None = None
+        self.allocated: dict[str, int] = {}
+        """Peak of the device's allocator by phase, where the device has one."""
         self._thread = threading.local()
         self._held = contextlib.ExitStack()
         self._total, self._limit = 0, limit
-        self._parameters = [*state.get("masters", ()), *decoder.parameters()]
+        # Where gradients end up: on the parameters, or on the fp32 masters that an optimizer steps.
+        self._parameters = [*decoder.parameters(), *state.get("parameters", ()), *state.get("optimizer", ())]
         for category, tensors in state.items():
             for tensor in tensors:
                 self._see(tensor, category)
@@ -119,19 +123,19 @@ class Meter(TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             self._see(tensor, "other")  # made before the meter was on, or inside of a kernel
         out = func(*args, **(kwargs or {}))
-        core = str(func).startswith(_OF_THE_CORE)
+        name = str(func)
         for tensor in _tensors(out):
-            self._see(tensor, core=core)
+            self._see(tensor, name=name)
         return out
 
-    def _see(self, tensor: Tensor, category: str = "temporaries", core: bool = False) -> None:
+    def _see(self, tensor: Tensor, category: str = "temporaries", name: str = "") -> None:
         storage = _storage(tensor)
         if storage is None or storage._cdata in self._live:
             return
         key = storage._cdata
-        made = Made(storage.nbytes(), self._phase, self._place(tensor, core), tuple(tensor.shape), category)
+        made = Made(storage.nbytes(), self._phase, self._place(tensor, name), tuple(tensor.shape), category)
         self._live[key] = made
-        weakref.finalize(storage, self._end, key, made)
+        weakref.finalize(storage, self._end, key, made).atexit = False
         if self._passing is not None and category == "temporaries":
             self._passing.append(made)
         self._note(made, made.bytes)
@@ -162,7 +166,7 @@ class Meter(TorchDispatchMode):
             self._thread.modules = []
         return self._thread.modules  # type: ignore[no-any-return]
 
-    def _place(self, tensor: Tensor, core: bool) -> Place:
+    def _place(self, tensor: Tensor, operation: str) -> Place:
         for module in reversed(self._stack()):
             place = self._places.get(module)
             if place is None:
@@ -170,8 +174,10 @@ class Meter(TorchDispatchMode):
             layer, name = place
             if name == "experts" and tensor.dim() == 1:
                 return layer, "dispatch"  # numbers per row: their order, tokens and weights
-            if name == "qkv" and core:
+            if name == "qkv" and operation.startswith(_OF_THE_CORE):
                 return layer, "attention"
+            if name == "dispatch" and operation.startswith(_OF_THE_GATE):
+                return layer, "shared_experts"
             return place
         return NOWHERE
 
@@ -213,11 +219,15 @@ class Meter(TorchDispatchMode):
             for made in self._known(p.grad for p in self._parameters if p.grad is not None):
                 made.category = "gradients"
         self._events.append((name, _NOTHING, 0))
+        device().restart_peak()
         try:
             yield
         finally:
             if self._passing is not None:
                 self._end_pass(self._passing)
+            allocated = device().allocator_peak_bytes()
+            if allocated is not None:
+                self.allocated[name] = max(allocated, self.allocated.get(name, 0))
             self._phase, self._passing = before, passing
             self._events.append((before, _NOTHING, 0))
 
@@ -255,11 +265,12 @@ class Meter(TorchDispatchMode):
 
 
 def _peak(held: dict[Made, int]) -> Peak:
-    categories, modules = dict.fromkeys(CATEGORIES, 0), Counter[str]()
+    categories, consumers = dict.fromkeys(CATEGORIES, 0), Counter[str]()
     for made, size in held.items():
         categories[made.category] += size
-        modules[f"{made.category} {made.place[1]}"] += size
-    return Peak(sum(held.values()), categories, dict(modules))
+        by_module = made.category in ("activations", "temporaries")
+        consumers[f"{made.category} of {made.place[1]}" if by_module else made.category] += size
+    return Peak(sum(held.values()), categories, dict(consumers.most_common()))
 
 
 def _by_place(found: Iterable[Made]) -> dict[Place, int]:
@@ -271,6 +282,8 @@ def _by_place(found: Iterable[Made]) -> dict[Place, int]:
 
 _OF_THE_CORE = ("aten._scaled_dot_product", "aten.full.", "aten.logaddexp")
 """Operations whose results inside attention are the core's: its output and its log-sums."""
+_OF_THE_GATE = ("aten.sigmoid", "aten._softmax")
+"""Those whose results in a mixture's own work are the gate between routed and shared experts."""
 
 _MODULES = {
     "embed": "embedding", "positions": "embedding", "norm": "head",
@@ -344,7 +357,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return None if tensor.is_meta else tensor.untyped_storage()
+    return tensor.untyped_storage() if tensor.device.type == device().kind else None
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Stopwatch:
 
     def __init__(self, synchronize: Any = None) -> None:
         self._synchronize = synchronize or (lambda: None)
+        self.also: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
+        """Told of every phase: a meter of something else than time."""
         self.restart()
 
     def restart(self) -> None:
@@ -67,7 +69,8 @@ class Stopwatch:
         """Adds the time inside to phase `name`: with work queued on the device, without what another lane did."""
         begin = own_seconds()
         try:
-            yield
+            with contextlib.nullcontext() if self.also is None else self.also(name):
+                yield
             self._synchronize()
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + own_seconds() - begin

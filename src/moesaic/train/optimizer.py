@@ -76,6 +76,7 @@ class Optimizer:
             for name, parameter in self.parameters.items()
             if parameter is not self.masters[name] and name not in self._spread
         ]
+        dry = any(master.is_meta for master in self.masters.values())
         self.packed = self._pack(storing or Storing())
         self._rounded = [name for name in self._rounded if name not in self.packed]
         here = {name: master for name, master in self.masters.items() if name not in self.packed}
@@ -86,7 +87,9 @@ class Optimizer:
         groups = [group for group in groups if group["params"]]
         self._adamw: torch.optim.AdamW | None = None
         if groups:
-            self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
+            self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, fused=not dry)
+            for group in self._adamw.param_groups:
+                group["fused"] = True  # which the constructor refuses where tensors have no memory
         # The moments exist from the start, so that a checkpoint of step 0 and one of step 1000 have the same keys.
         for master in here.values():
             assert self._adamw is not None

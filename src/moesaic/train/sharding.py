@@ -97,6 +97,19 @@ class Sharding:
         """Whether anything is spread."""
         return bool(self._modules)
 
+    def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Whole weights, and whole gradients of them, that are here at the moment."""
+        weights, gradients = list[Tensor](), list[Tensor]()
+        for module, _ in self._modules:
+            group = module._get_fsdp_state()._fsdp_param_group
+            for each in group.fsdp_params if group is not None else ():
+                weights += each.all_gather_outputs
+                whole = getattr(each, "_unsharded_param", None)
+                sums = [each.unsharded_accumulated_grad, None if whole is None else whole.grad]
+                weights += [] if whole is None else [whole]
+                gradients += [one for one in sums if one is not None]
+        return weights, gradients
+
     def begin_step(self) -> None:
         """Before the first pass of a step. FSDP2 visits all of a rank's stages after every backward, and would drop the
         weights of one that is still marked as done from the step before."""
@@ -209,7 +222,7 @@ class Sharding:
     def _device_mesh(self, group: Group) -> tuple[DeviceMesh, Group]:
         """The mesh FSDP2 wants over a group, and the group over which parameters are spread."""
         if id(group) not in self._meshes:
-            kind = device().kind
+            kind = "cpu" if device().kind == "meta" else device().kind
             assert group.handle is not None
             if self._replicas == 1:
                 made = DeviceMesh.from_group(group.handle, kind, mesh_dim_names=(group.name,)), group

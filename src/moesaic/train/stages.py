@@ -1,6 +1,7 @@
 """A rank's virtual stages at work on micro-batches: what a pipeline schedule calls, and what a step without one does.
 
-Kept per micro-batch and stage between forward and backward: the input, the output, and this stage's part of the loss.
+Kept per micro-batch and stage between forward and backward: the input, where the output's gradient enters, and this
+stage's part of the loss.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moesaic.mesh import lanes
 from moesaic.mesh.device import device
@@ -56,7 +59,11 @@ class Work:
         reduction: OverlappedSums | None = None,
     ) -> None:
         self.decoder, self.weights, self.step_tokens = decoder, weights, max(1, step_tokens)
-        self.micros: list[MicroBatch] = [on_device(decoder, batch) for batch in batches]
+        self.micros: list[MicroBatch] = []
+        for batch in batches:
+            # Whole rows stand at the same places in every micro-batch, so their tables exist once.
+            plain = [micro for micro in self.micros[:1] if batch.positions_BS is None and batch.documents_BS is None]
+            self.micros.append(on_device(decoder, batch, plain[0] if plain else None))
         zero = torch.zeros((), dtype=torch.float64, device=device().torch_device)
         self.sums = LossSums(zero, zero.clone())
         self.clock, self.sharding = clock or Stopwatch(), sharding
@@ -113,7 +120,7 @@ class StageWork:
         """Whether weight gradients fill waits for messages."""
         self._late: deque[WeightGradients] = deque()
         """What backward has left to fill waits with, by micro-batch, oldest first."""
-        self._open: dict[int, tuple[Tensor | None, Tensor | None, Tensor]] = {}
+        self._open: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor]] = {}
         self._left: dict[int, WeightGradients] = {}
         self._backwards_left = self._passes_left = len(work.micros)
 
@@ -147,7 +154,8 @@ class StageWork:
                 self._index, x, work.micros[micro], work.weights, work.step_tokens
             )
             if self._keeps:
-                self._open[micro] = (x, out, total)
+                # Where its gradient goes in, not what has left: nothing here reads the values again.
+                self._open[micro] = (x, None if out is None else get_gradient_edge(out), total)
             if queue is not None:
                 self._left[micro] = queue
             work.sums.add(nats, total, parts)
@@ -166,7 +174,7 @@ class StageWork:
             self._late.append(queue)
         completes = contextlib.nullcontext() if self._splits else self._last_pass(queue)
         with work.clock.phase("backward"), completes, lanes.filling(self.filler):
-            roots = [(out, grad)] if out is not None else []
+            roots: list[tuple[Any, Tensor | None]] = [(out, grad)] if out is not None else []
             if total.requires_grad:
                 roots.append((total, None))
             torch.autograd.backward([root for root, _ in roots], [each for _, each in roots])
@@ -206,9 +214,11 @@ class StageWork:
         reduction.end()
 
 
-def on_device(decoder: Decoder, batch: Batch) -> MicroBatch:
-    """A batch as the decoder takes it, on this process's device."""
+def on_device(decoder: Decoder, batch: Batch, like: MicroBatch | None = None) -> MicroBatch:
+    """A batch as the decoder takes it, on this process's device. `like`: one with rows that may stand at its places."""
     where = device().torch_device
+    if like is not None and like.sequences.is_plain and like.ids_BS.shape == batch.ids_BS.shape:
+        return replace(like, ids_BS=batch.ids_BS.to(where), labels_BS=batch.labels_BS.to(where))
 
     def there(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(where)

@@ -1,0 +1,62 @@
+"""A dry run of a rank counts what the planner counts, byte for byte, and what a real step keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moesaic.spec.layout import resolve_layout
+from tests.ranks import ranks
+from tests.train.dry_cases import both, drawn, run_of
+from tests.train.kept import SEQ_LEN, measured, model_of
+
+
+def same_as_the_planner(seed: int) -> None:
+    model, run, layout = drawn(seed)
+    for rank in {0, layout.world - 1}:
+        found, planned = both(model, run, layout, rank)
+        where = f"seed {seed}, rank {rank}: {layout}, {layout.dispatcher}, {layout.sharding}, {run.train.dtype}"
+        assert found.kept == {module: round(size) for module, size in planned.kept.items()}, where
+        counted = {
+            "parameters": planned.weights,
+            "gradients": planned.gradients,
+            "optimizer": planned.optimizer,
+            "activations": planned.activations,
+        }
+        assert {name: getattr(found, name) for name in counted} == pytest.approx(counted, rel=1e-9), where
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_dry_run_counts_what_the_planner_counts(seed: int) -> None:
+    same_as_the_planner(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(6, 206, 50))
+def test_many_dry_runs_count_what_the_planner_counts(first: int) -> None:
+    for seed in range(first, first + 50):
+        same_as_the_planner(seed)
+
+
+REAL: list[tuple[str, dict[str, Any], int]] = [
+    ("grouped queries, shared expert", {}, 1),
+    ("latent attention, shared expert", {}, 1),
+    ("grouped queries, shared expert", {"ep": 2}, 2),
+    ("latent attention, shared expert", {"tp": 2, "ep": 2}, 2),
+    ("grouped queries, dense", {"cp": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "world"), REAL)
+def test_a_dry_run_keeps_what_a_real_forward_pass_keeps(kind: str, keys: dict[str, Any], world: int) -> None:
+    run, model = run_of(keys, "fp32"), model_of(kind)
+    layout = resolve_layout(run.layout, model, world, seq_len=SEQ_LEN, global_batch=64)
+    real = [measured(0, kind, keys)] if world == 1 else ranks(world).run(measured, kind, keys)
+    for rank, by_place in enumerate(real):
+        found, _ = both(model, run, layout, rank)
+        kept: dict[str, int] = {}
+        for (_, module), size in by_place.items():
+            kept[module] = kept.get(module, 0) + size
+        assert found.kept == {module: size for module, size in kept.items() if module in found.kept}
+        assert sum(found.kept.values()) > 0
