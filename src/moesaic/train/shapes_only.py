@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ShapesOnly(TorchDispatchMode):
             if not tensors and func in _FACTORIES and _is_fraction_on_cpu(kwargs):
                 kwargs = kwargs | {"device": _META}
             return func(*args, **kwargs)
-        special: Callable[..., Any] | None = _SPECIAL.get(func)
+        special: Any = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
         kind = self._kinds.get(func)
