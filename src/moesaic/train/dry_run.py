@@ -85,8 +85,8 @@ def dry_run(
         )
     if layout.offload:
         raise SpecError(
-            f"layout.offload {layout.offload[0]!r} moves tensors to host memory, which a dry run does not follow: leave "
-            "it out, and take off what the planner says that it frees."
+            f"layout.offload {layout.offload[0]!r} moves tensors to host memory, which a dry run does not follow: "
+            "leave it out, and take off what the planner says that it frees."
         )
     keys, balance = run.train, run.balance
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys.dtype]
