@@ -145,15 +145,15 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
     kept_gradients = shard(gradients, "gradients")
     staying: Floats | float = 0.0
     if habits.gathers_masters:
-        # Of a spread weight its master is stored, in fp32 too, and no shard of what computes.
+        # Of a spread weight its master is masters, in fp32 too, and no shard of what computes.
         spread = [(columns.sharding >= _LEVEL["optimizer"]) & (copies > 1) for copies in (dense, expert)]
-        stored = [np.where(on, 4 if full else whole, whole) * count for on, count in zip(spread, counts, strict=True)]
+        masters = [np.where(on, 4 if full else whole, whole) * count for on, count in zip(spread, counts, strict=True)]
         moments = 2 * work.moment_bytes
-        optimizer = (stored[0] + counts[0] * moments, stored[1] + counts[1] * moments)
+        optimizer = (masters[0] + counts[0] * moments, masters[1] + counts[1] * moments)
         apart = columns.sharding >= _LEVEL["parameters"]
         left = [np.where(on & apart, 0.0, one) for on, one in zip(spread, weights, strict=True)]
         kept_weights = left[0] + left[1]
-        staying = np.where(columns.sharding > 0, shard((stored[0], stored[1]), "optimizer"), 0.0)
+        staying = np.where(columns.sharding > 0, shard((masters[0], masters[1]), "optimizer"), 0.0)
     gathered = np.where(kept_weights < unsharded, unsharded, 0) + np.where(
         kept_gradients < sum(gradients), sum(gradients), 0
     )
