@@ -243,9 +243,9 @@ def planner_jobs(args: argparse.Namespace) -> Iterator[Job]:
         groups: dict[tuple[str, int], list[str]] = {}
         for degrees, micro, words in PLANNED:
             groups.setdefault((degrees, micro), []).append(words)
-        for (degrees, micro), words in groups.items():
+        for (degrees, micro), several in groups.items():
             shape = step_shape(args, topk, micro)
-            yield Job("step", shape, parse_degrees(degrees, 2), (args.planner_link,), candidates(words, ()))
+            yield Job("step", shape, parse_degrees(degrees, 2), (args.planner_link,), candidates(several, ()))
 
 
 def run_works(args: argparse.Namespace, kept: list[Setting]) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from moesaic.cost.activations import layer_kept
 from moesaic.cost.habits import MOESAIC
+from moesaic.cost.recompute import idle_words
 from moesaic.cost.workload import Columns, Workload
 from moesaic.model.decoder import Decoder
 from moesaic.model.expert_memory import Pool
@@ -145,3 +146,18 @@ def test_what_frees_memory_at_all() -> None:
         word: plain - sum(bytes_counted("latent attention, shared expert", (word,)).values()) for word in RECOMPUTE
     }
     assert {word for word, size in freed.items() if size <= 0} == {"moe_act", "mlp", "loss"}
+
+
+def test_words_that_free_nothing_are_named() -> None:
+    model = ModelSpec(
+        name="t", family="moesaic", vocab=53, hidden=64, layers=(KINDS["latent attention, shared expert"],)
+    )
+
+    def idle(*words: str) -> list[str]:
+        return [text.split("'")[1] for text in idle_words(replace(single(model), recompute=words), model, TOKENS)]
+
+    assert idle("layernorm", "core_attn", "moe_act", "mlp", "shared_experts", "mla_up_proj", "loss") == [
+        "moe_act", "mlp", "loss",
+    ]  # fmt: skip
+    assert idle("shared_experts", "moe") == ["shared_experts"]
+    assert idle("layernorm", "full") == ["layernorm"]

@@ -206,6 +206,7 @@ def test_what_is_wrong_is_said(tiny: Build, table: dict[str, Any], world: int, p
         ({"overlap": ["experts"], "sharding": "parameters"}, "drops its weights"),
         ({"overlap": ["experts"], "pp": 2, "schedule": "zero_bubble"}, "an order of its own"),
         ({"overlap": ["inside"], "dispatcher": "flex", "dispatcher_backend": "hybridep"}, "whole and not in chunks"),
+        ({"recompute": ["core_attn"], "cp": 2, "cp_kind": "ring"}, "go around once more"),
         ({"offload": ["activations"], "recompute": ["full"]}, "recomputed layers keep nothing"),
         ({"offload": ["activations"], "offload_modules": []}, "offload_modules is empty"),
         ({"offload": ["activations"], "offload_modules": ["mpl"]}, "did you mean 'mlp'"),

@@ -145,7 +145,7 @@ def states(local: Local, work: Workload, columns: Columns, habits: Habits = MEGA
     kept_gradients = shard(gradients, "gradients")
     staying: Floats | float = 0.0
     if habits.gathers_masters:
-        # Of a spread weight its master is masters, in fp32 too, and no shard of what computes.
+        # Of a spread weight its master is stored, in fp32 too, and no shard of what computes.
         spread = [(columns.sharding >= _LEVEL["optimizer"]) & (copies > 1) for copies in (dense, expert)]
         masters = [np.where(on, 4 if full else whole, whole) * count for on, count in zip(spread, counts, strict=True)]
         moments = 2 * work.moment_bytes

@@ -39,7 +39,7 @@ FLEX_BACKENDS = ("portable", *FLEX_LIBRARIES)
 
 NOT_BUILT = {
     "overlap": ("tensor",),
-    "recompute": ("auto",),
+    "recompute": (),
     "offload": (),
     "compression": (),
 }

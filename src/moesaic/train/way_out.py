@@ -100,6 +100,7 @@ def _legal(run: RunSpec, model: ModelSpec, layout: Layout, changed: dict[str, An
     table, keys = run.layout.model_copy(update=fixed | changed), run.train
     if next(option_rules(table), None) is not None:
         return None
+    keys = run.train
     try:
         return resolve_layout(table, model, layout.world, seq_len=keys.seq_len, global_batch=keys.global_batch)
     except SpecError:
