@@ -97,7 +97,7 @@ def _toml(value: Any) -> str:
 
 def _legal(run: RunSpec, model: ModelSpec, layout: Layout, changed: dict[str, Any]) -> Layout | None:
     fixed = {"overlap": list(layout.overlap), "dispatcher": layout.dispatcher if layout.ep * layout.etp > 1 else "auto"}
-    table, keys = run.layout.model_copy(update=fixed | changed), run.train
+    table = run.layout.model_copy(update=fixed | changed)
     if next(option_rules(table), None) is not None:
         return None
     keys = run.train
