@@ -14,7 +14,7 @@ from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
 from moesaic.train.dry_run import DryRun, dry_run
 from moesaic.train.predicted import workload
-from tests.cost.test_activations_of_the_trainer import KINDS
+from tests.cost.kinds import KINDS
 
 SEQ_LEN = 112
 """Of 8 experts two are chosen, 28 pairs: with a multiple of 28 tokens on each rank expected counts are whole."""

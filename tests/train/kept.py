@@ -17,7 +17,7 @@ from moesaic.spec.layout import Layout, resolve_layout, single
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.tables import LayoutTable
 from moesaic.train.meter import Meter
-from tests.cost.test_activations_of_the_trainer import KINDS
+from tests.cost.kinds import KINDS
 
 SEQ_LEN = 112
 """Four times 28, the number of pairs of 8 experts: each rank of two can choose each pair equally often."""

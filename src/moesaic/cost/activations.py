@@ -207,6 +207,9 @@ def moe_kept(moe: MoeSpec, hidden: int, work: Workload, columns: Columns, habits
         brought = np.where(columns.ep * columns.etp > 1, arrived_tokens(moe, work, columns), 0.0)
         sent = received_tokens(moe, work, columns) / columns.etp
         route = np.where(columns.dispatches("alltoall") & (columns.ep > 1), INT64 * (2 * sent + tokens + 1), 0.0)
+        if moe.router.norm:
+            summed = FP32 * (moe.router.top_k + 1 + (moe.router.norm_min > 0)) * tokens
+            kept.append(Kept("router", "chosen scores and their sum, before their division", summed, moe_only))
         if a < FP32:
             copies = FP32 * hidden * (tokens + experts)
             kept.append(Kept("router", "its input and its weight in fp32", copies, moe_only))

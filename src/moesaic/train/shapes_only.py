@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ShapesOnly(TorchDispatchMode):
             if not tensors and func in _FACTORIES and _is_fraction_on_cpu(kwargs):
                 kwargs = kwargs | {"device": _META}
             return func(*args, **kwargs)
-        special: Any = _SPECIAL.get(func)
+        special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
         kind = self._kinds.get(func)
@@ -118,7 +118,7 @@ def _copied(tensor: Tensor, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype, device=_META)
 
 
-_SPECIAL = {
+_SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _one,
     _aten.nonzero.default: _all_places,
     _aten._to_copy.default: _copied,
