@@ -141,10 +141,10 @@ def dry_run(
                 kept.pop(module, None)
             peaks = meter.peaks()
             highest = max((peaks["forward"], peaks["backward"]), key=lambda peak: peak.total).categories
-            # Without sharding a gradient is complete, and known for one, when the optimizer's phase begins.
-            gradients = max(
-                highest["gradients"], 0 if state.sharding.is_on else peaks["optimizer"].categories["gradients"]
-            )
+            # Without sharding a gradient is complete, and known for one, when the optimizer's phase begins. With
+            # sharding the fullest moment may be the first forward pass, when there are none yet.
+            known = peaks["backward" if state.sharding.is_on else "optimizer"].categories["gradients"]
+            gradients = max(highest["gradients"], known)
             plain = sum(p.numel() * p.itemsize for p in decoder.parameters() if not isinstance(p, DTensor))
             return DryRun(
                 rank,
