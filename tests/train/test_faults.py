@@ -76,7 +76,7 @@ def test_a_rank_that_fails_takes_the_job_down_with_rank_group_and_step(kind, pro
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [4])
 def test_torchrun_starts_anew_from_the_last_checkpoint_and_ends_at_the_same_loss(processes, folder, undisturbed):
     rank, step, collective = drawn(processes, "kill")
     fault = f"kill {rank} {step} {collective}"
