@@ -11,7 +11,7 @@ from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
 
-from .habits import MOESAIC
+from .habits import MOESAIC, Habits
 from .memory import memory
 from .rates import Stack, rates_for
 from .step import step_time
@@ -82,6 +82,7 @@ def choose_options(
     overlaps: Sequence[tuple[str, ...]],
     recomputes: Sequence[tuple[str, ...]] | None = None,
     limit_bytes: float | None = None,
+    habits: Habits = MOESAIC,
 ) -> Choice:
     """Price `layout` with each of `dispatchers`, `overlaps` and `recomputes` (None: its own) for this package's
     trainer, and take the fastest that holds at most `limit_bytes` on every rank; of equal ones the smallest.
@@ -93,7 +94,7 @@ def choose_options(
     made = [replace(layout, dispatcher=d, overlap=o, recompute=r) for r in sets for o in overlaps for d in dispatchers]
     columns = Columns.of(made)
     seconds = step_time(work, columns, cluster, rates_for(cluster, Stack("moesaic"))).total
-    held = memory(work, columns, MOESAIC).total
+    held = memory(work, columns, habits).total
     options = []
     for each, time, size in zip(made, seconds.tolist(), held.tolist(), strict=True):
         fits = limit_bytes is None or size <= limit_bytes

@@ -5,14 +5,13 @@ from __future__ import annotations
 from itertools import combinations
 
 from moesaic.cost.options import Choice, choose_options, recompute_sets
-from moesaic.cost.workload import Workload
 from moesaic.spec.cluster import cluster_of
 from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.legal import option_rules
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.options import NOT_BUILT
 from moesaic.spec.run import RunSpec
+from moesaic.train.predicted import habits_here, workload
 
 _TRIED = ("gradients", "inside", "experts", "weight_gradients")
 """Overlaps that are tried in every combination; the shared expert always runs under dispatch."""
@@ -54,7 +53,7 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
     Raises:
         SpecError: recompute is open and nothing fits.
     """
-    table, keys = run.layout, run.train
+    table = run.layout
     cluster = cluster_of(run.cluster.model_copy(update={"nodes": None}), world)
     if run.cluster.gpus_per_node is None:
         cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node, "domain": ranks_per_node})
@@ -65,28 +64,28 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
             dispatchers.append("hierarchical")
     overlaps: list[tuple[str, ...]] = [plain.overlap]
     if table.overlap == "auto" and world > 1:
-        built = [word for word in _TRIED if word not in NOT_BUILT["overlap"]]
-        overlaps = [chosen for size in range(len(built) + 1) for chosen in combinations(built, size)]
+        overlaps = [chosen for size in range(len(_TRIED) + 1) for chosen in combinations(_TRIED, size)]
     recomputes, limit = [plain.recompute], None
     if table.recompute == "auto":
-        recomputes = [each for each in recompute_sets(model) if not set(each) & set(NOT_BUILT["recompute"])]
+        recomputes = recompute_sets(model)
         limit = cluster.gpu.memory_bytes * (1 - table.recompute_headroom)
-    together = {(o, r): _legal(run, model, world, o, r) for o in overlaps for r in recomputes}
-    work = Workload(
-        model, keys.seq_len, keys.global_batch, precision="fp32" if keys.dtype == "fp32" else "bf16",
-        mtp=keys.mtp_weight > 0, moment_bytes=2 if keys.moment_dtype == "bf16" else 4, master=keys.master,
-    )  # fmt: skip
+    together = {
+        (o, r): changed_layout(run, model, world, overlap=list(o), recompute=list(r)) is not None
+        for o in overlaps
+        for r in recomputes
+    }
     overlaps = [o for o in overlaps if any(together[o, r] for r in recomputes)]
     recomputes = [r for r in recomputes if all(together[o, r] for o in overlaps)]
-    return choose_options(work, plain, cluster, dispatchers, overlaps, recomputes, limit)
+    work, habits = workload(run, model), habits_here()
+    return choose_options(work, plain, cluster, dispatchers, overlaps, recomputes, limit, habits)
 
 
-def _legal(run: RunSpec, model: ModelSpec, world: int, overlap: tuple[str, ...], recompute: tuple[str, ...]) -> bool:
-    table = run.layout.model_copy(update={"overlap": list(overlap), "recompute": list(recompute)})
+def changed_layout(run: RunSpec, model: ModelSpec, world: int, **changed: object) -> Layout | None:
+    """The layout of `run` with other keys of [layout], or None where that is not legal."""
+    table = run.layout.model_copy(update=changed)
     if next(option_rules(table), None) is not None:
-        return False
+        return None
     try:
-        resolve_layout(table, model, world, seq_len=run.train.seq_len, global_batch=run.train.global_batch)
+        return resolve_layout(table, model, world, seq_len=run.train.seq_len, global_batch=run.train.global_batch)
     except SpecError:
-        return False
-    return True
+        return None

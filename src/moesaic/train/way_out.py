@@ -23,12 +23,11 @@ from moesaic.cost.step import step_time
 from moesaic.cost.workload import Columns
 from moesaic.spec.cluster import ClusterSpec, cluster_of, load_cluster
 from moesaic.spec.errors import SpecError
-from moesaic.spec.layout import Layout, resolve_layout
-from moesaic.spec.legal import option_rules
+from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.options import NOT_BUILT
 from moesaic.spec.run import RunSpec
 from moesaic.train.folder import RunError
+from moesaic.train.options import changed_layout
 from moesaic.train.predicted import habits_here, workload
 
 GIB = 2**30
@@ -73,7 +72,8 @@ def _cluster(run: RunSpec, world: int) -> ClusterSpec:
 
 
 def _changes(run: RunSpec, model: ModelSpec, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    sets = [layout.recompute, *(words for words in recompute_sets(model) if not {*words} & {*NOT_BUILT["recompute"]})]
+    sets = [layout.recompute, *recompute_sets(model)]
+    fixed = {"overlap": list(layout.overlap), "dispatcher": layout.dispatcher if layout.ep * layout.etp > 1 else "auto"}
     smaller = [count for count in range(layout.micro_batch, 0, -1) if layout.micro_batch % count == 0]
     levels = ("none", "optimizer", "gradients", "parameters")
     more = levels[levels.index(layout.sharding) :] if max(layout.dp * layout.cp, layout.edp) > 1 else [layout.sharding]
@@ -85,7 +85,7 @@ def _changes(run: RunSpec, model: ModelSpec, layout: Layout) -> Iterator[tuple[s
                 before = {"recompute": list(layout.recompute), "micro_batch": layout.micro_batch,
                           "sharding": layout.sharding}  # fmt: skip
                 what = " and ".join(f"layout.{key} = {_toml(to)}" for key, to in changed.items() if to != before[key])
-                one = _legal(run, model, layout, changed)
+                one = changed_layout(run, model, layout.world, **fixed, **changed)
                 if what not in seen and one is not None:
                     seen.add(what)
                     yield what or "the layout as it is", one
@@ -93,18 +93,6 @@ def _changes(run: RunSpec, model: ModelSpec, layout: Layout) -> Iterator[tuple[s
 
 def _toml(value: Any) -> str:
     return str(value).replace("'", '"') if not isinstance(value, str) else f'"{value}"'
-
-
-def _legal(run: RunSpec, model: ModelSpec, layout: Layout, changed: dict[str, Any]) -> Layout | None:
-    fixed = {"overlap": list(layout.overlap), "dispatcher": layout.dispatcher if layout.ep * layout.etp > 1 else "auto"}
-    table = run.layout.model_copy(update=fixed | changed)
-    if next(option_rules(table), None) is not None:
-        return None
-    keys = run.train
-    try:
-        return resolve_layout(table, model, layout.world, seq_len=keys.seq_len, global_batch=keys.global_batch)
-    except SpecError:
-        return None
 
 
 def sentence(record: dict[str, Any], last: str, path: str) -> str:
