@@ -91,11 +91,15 @@ class Pool:
                 self._all = [t for t in self._all if id(t) not in spare] + [flat]
         return flat[:size].view(shape)
 
+    def release(self) -> None:
+        """Give up all memory that nothing else refers to; what is in use goes with its last reader."""
+        with self._lock:
+            self._all.clear()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, every tensor is a fresh one and what was kept is given back: for who counts what is in use."""
-        with self._lock:
-            self._all.clear()
+        self.release()
         self._paused = True
         try:
             yield

@@ -173,7 +173,7 @@ class TrainTable(Table):
     threads: int = _key(
         0, "CPU threads; 0 takes OMP_NUM_THREADS if set, else one per physical core.", "threads", ge=0, le=1024
     )
-    tune_malloc: bool = _key(True, "Have glibc keep large blocks instead of giving them back after every tensor.")
+    tune_malloc: bool = _key(True, "Have glibc keep freed blocks; false gives each back, less memory and slower.")
     mtp_weight: float = _key(
         0.3, "Weight of the loss of multi-token prediction blocks, where a model has them.", ge=0.0
     )

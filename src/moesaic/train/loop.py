@@ -21,6 +21,7 @@ from moesaic.mesh.collectives import gather_counts, gather_objects
 from moesaic.mesh.device import bf16_is_native, device
 from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.expert_memory import POOL
 from moesaic.model.losses import LossWeights
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec, resolve_balance
@@ -88,7 +89,7 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
     # What is asked for, checked before anything is made.
     run, notes = resolve_balance(run, spec)
     notes += [*launch.notes, *spec.notes]
-    if keys.tune_malloc and not process.tune_malloc():
+    if not process.tune_malloc(keep=keys.tune_malloc) and keys.tune_malloc:
         notes.append("train.tune_malloc has no effect: this C library has no mallopt.")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[keys.dtype]
     if dtype == torch.bfloat16 and device().kind == "cpu" and not bf16_is_native():
@@ -187,6 +188,11 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
             checkpoints.wait()
             raise NonFiniteError(f"Step {step}: after its update {culprit}. {last_checkpoint(checkpoints)}")
 
+    def let_go() -> None:
+        """Give up what only a step needs: gradients, and what experts hold ready."""
+        state.optimizer.zero_grad()
+        POOL.release()
+
     def save() -> None:
         # An update can overflow though loss and gradients were finite; such weights must not push out good ones.
         require_finite_weights()
@@ -235,6 +241,7 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
             last = step == keys.steps
             if data.validation is not None and (last or (keys.eval_every and step % keys.eval_every == 0)):
                 with clock.phase("eval"):
+                    let_go()
                     require_finite_weights()
                     held_out = evaluate(decoder, data.validation.once(held_out_sequences))
 
@@ -255,6 +262,7 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
             checkpoints.check()
             if last or (keys.checkpoint_every and step % keys.checkpoint_every == 0):
                 with clock.phase("checkpoint"):
+                    let_go()
                     save()
                 saved_step = step
             for line in metered.end():

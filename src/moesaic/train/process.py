@@ -9,18 +9,27 @@ from pathlib import Path
 import torch
 
 _M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
+_OWN_MAPPING = 128 * 1024
+"""Bytes from which a block has a mapping of its own where freed memory is given back: what glibc starts with."""
 
 
-def tune_malloc() -> bool:
-    """Make glibc keep freed memory for the next tensor instead of giving it back to the kernel; True if it obeyed.
+def tune_malloc(keep: bool = True) -> bool:
+    """Make glibc keep freed memory for the next tensor, or give every large block back when it is freed; True if it
+    obeyed.
 
-    By default glibc maps each large tensor anew, and every page of it faults in again each step.
+    Kept memory costs no page faults, but gaps between live tensors stay resident: glibc asks for 96 bytes more than an
+    aligned tensor needs, so the gap that one leaves is too small for the next of its size once small blocks sit at its
+    edge. Given back, the process has resident what its tensors need, and every page faults in again each step. By
+    itself glibc does neither: it gives back until a block is freed, then keeps blocks of that size.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
+    if not keep:
+        return bool(mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING))
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
