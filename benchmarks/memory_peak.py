@@ -1,10 +1,14 @@
 """What training takes of a processor's memory, and what recomputing modules saves and costs, beside the prediction.
 
-    python -m benchmarks.memory_peak [--sets none layernorm sar full …] [--steps 4] [--cluster FILE] [--out FILE.json]
+    python -m benchmarks.memory_peak [--sets none layernorm sar full …] [--steps 4] [--malloc back kept]
+                                     [--cluster FILE] [--out FILE.json]
 
 Every set of modules trains the same few steps in a process of its own, round after round in turn. Resident memory is
 the process's highest (`ru_maxrss`) less that of an idle one, which trains a model of nearly no size. Predicted are
-`cost.memory` less the idle model's, and, with a cluster file of `moesaic calibrate`, seconds of `cost.step`.
+`train.resident` less the idle model's, and, with a cluster file of `moesaic calibrate`, seconds of `cost.step`.
+
+`back`: malloc gives freed blocks back (`train.tune_malloc = false`), so that what is resident is what is in use;
+`kept`: it keeps them, as training does by default, and what is resident beyond `back` is gaps of the heap.
 """
 
 from __future__ import annotations
@@ -26,14 +30,16 @@ from moesaic.spec.cluster import load_cluster
 from moesaic.spec.layout import resolve_layout
 from moesaic.spec.run import RunSpec, parse_run
 from moesaic.spec.toml import write_toml
-from moesaic.train.predicted import predict, workload
+from moesaic.train import process
+from moesaic.train.predicted import workload
+from moesaic.train.resident import resident
 
 SETS = ["none", "layernorm", "core_attn", "mla_up_proj", "mlp", "shared_experts", "sar", "moe", "full"]
 MIB = 2**20
 Tables = dict[str, dict[str, Any]]
 
 
-def tables(text: str, recompute: str, steps: int, idle: bool) -> Tables:
+def tables(text: str, recompute: str, steps: int, idle: bool, malloc: str = "back") -> Tables:
     """A run file: a model in the manner of DeepSeek-V3 that keeps several times its states, or one of no size."""
     layers, hidden, seq_len = (1, 16, 16) if idle else (6, 256, 4096)
     return {
@@ -48,7 +54,8 @@ def tables(text: str, recompute: str, steps: int, idle: bool) -> Tables:
         },
         "data": {"path": text, "tokenizer": "bytes"},
         "layout": {"recompute": "none" if recompute == "none" else recompute.split("+")},
-        "train": {"steps": steps, "seq_len": seq_len, "global_batch": 2, "checkpoint_every": steps, "log_every": 1},
+        "train": {"steps": steps, "seq_len": seq_len, "global_batch": 2, "checkpoint_every": steps, "log_every": 1,
+                  "eval_batches": 1, "tune_malloc": malloc == "kept"},
         "run": {"name": "peak"},
     }  # fmt: skip
 
@@ -74,33 +81,35 @@ def trained(keys: Tables, folder: Path) -> tuple[float, float]:
     return usage.ru_maxrss * 1024.0, statistics.median(seconds[1:])
 
 
-def measure(sets: list[str], steps: int, rounds: int, cluster: str | None) -> dict[str, Any]:
-    """Rows by set, each with lists over the rounds."""
+def measure(sets: list[str], steps: int, rounds: int, cluster: str | None, malloc: list[str]) -> dict[str, Any]:
+    """Rows by set and what malloc does, each with lists over the rounds."""
     with tempfile.TemporaryDirectory(prefix="moesaic-peak-") as name:
         folder = Path(name)
         text = folder / "text.txt"
         text.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(20_000)))
         idle = tables(str(text), "none", steps, True)
-        rows: dict[str, Any] = {each: {"resident": [], "seconds": []} for each in sets}
+        cases = [(each, kind) for each in sets for kind in malloc]
+        rows: dict[str, Any] = {f"{each}, {kind}": {"resident": [], "seconds": []} for each, kind in cases}
         base: list[float] = []
         for turn in range(rounds):
             base.append(trained(idle, folder / f"idle-{turn}")[0])
-            for each in sets:
-                resident, seconds = trained(tables(str(text), each, steps, False), folder / f"{each}-{turn}")
-                rows[each]["resident"].append(resident)
-                rows[each]["seconds"].append(seconds)
-                print(f"{each}: {resident / MIB:,.0f} MiB, {seconds:.2f} s a step", file=sys.stderr)
+            for each, kind in cases:
+                keys = tables(str(text), each, steps, False, kind)
+                found, seconds = trained(keys, folder / f"{each}-{kind}-{turn}")
+                rows[f"{each}, {kind}"]["resident"].append(found)
+                rows[f"{each}, {kind}"]["seconds"].append(seconds)
+                print(f"{each}, {kind}: {found / MIB:,.0f} MiB, {seconds:.2f} s a step", file=sys.stderr)
         least = _predicted(parse_run(idle))
-        for each in sets:
+        for each, kind in cases:
             run = parse_run(tables(str(text), each, steps, False))
-            rows[each]["predicted"] = _predicted(run) - least
-            rows[each]["predicted_seconds"] = _seconds(run, cluster) if cluster else None
+            rows[f"{each}, {kind}"]["predicted"] = _predicted(run) - least
+            rows[f"{each}, {kind}"]["predicted_seconds"] = _seconds(run, cluster) if cluster else None
     return {"idle": base, "rows": rows}
 
 
 def _predicted(run: RunSpec) -> float:
     layout = resolve_layout(run.layout, run.model_spec(), 1, seq_len=run.train.seq_len, global_batch=2)
-    return predict(run, run.model_spec(), layout)[0].total
+    return resident(run, run.model_spec(), layout, process.set_threads(0))[0].peak
 
 
 def _seconds(run: RunSpec, cluster: str) -> float:
@@ -113,9 +122,9 @@ def _seconds(run: RunSpec, cluster: str) -> float:
 def table(found: dict[str, Any]) -> list[str]:
     """Markdown."""
     idle, rows = statistics.median(found["idle"]), found["rows"]
-    whole = rows.get("none")
+    whole = next((row for name, row in rows.items() if name.startswith("none")), None)
     lines = [
-        "| recompute | predicted MiB | resident MiB | resident / predicted | s / step | over none | predicted |",
+        "| recompute, malloc | predicted MiB | resident MiB | resident / predicted | s / step | over none | predicted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in rows.items():
@@ -136,10 +145,11 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=SETS, help="modules to recompute, joined by +; none, sar, full")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--malloc", nargs="+", default=["back"], choices=("back", "kept"), help="see above")
     parser.add_argument("--cluster", help="file of moesaic calibrate, for predicted seconds")
     parser.add_argument("--out", type=Path, help="where to keep what was measured, as JSON")
     asked = parser.parse_args()
-    found = measure(asked.sets, asked.steps, asked.rounds, asked.cluster)
+    found = measure(asked.sets, asked.steps, asked.rounds, asked.cluster, asked.malloc)
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(table(found)))

@@ -139,7 +139,7 @@ def expert_forward(
         activate(kind.activation, kind.gated, h, a)
         if weight_n1 is not None:
             a.mul_(w)
-    y_nD = WORKSPACE.get("y", rows, weights.down_DF.shape[0], x_nD, dtype)
+    y_nD = WORKSPACE.get("result", rows, weights.down_DF.shape[0], x_nD, dtype)
     torch.mm(a_nF, weights.down_DF.t(), out=y_nD)
     if weights.down_bias_D is not None:
         if weight_n is None:
@@ -168,7 +168,7 @@ def expert_backward(
     """
     rows, width = x_nD.shape[0], weights.down_DF.shape[1]
     dtype = x_nD.dtype
-    grad_a_nF = WORKSPACE.get("grad_a", rows, width, x_nD, dtype)
+    grad_a_nF = WORKSPACE.get("result", rows, width, x_nD, dtype)
     torch.mm(grad_y_nD, weights.down_DF, out=grad_a_nF)
     if left is None:
         a_nF = WORKSPACE.get("a", rows, width, x_nD, dtype)
@@ -205,7 +205,8 @@ def expert_backward(
 
     if left is None:
         expert_weight_gradients(grads, ExpertLeft(a_nF, grad_h_nG), x_nD, weight_n, grad_y_nD, accumulate)
-    grad_x_nD = WORKSPACE.get("grad_x", rows, x_nD.shape[1], x_nD, dtype)
+    # Where grad_a was, of which nothing is read any more.
+    grad_x_nD = WORKSPACE.get("result", rows, x_nD.shape[1], x_nD, dtype)
     torch.mm(grad_h_nG, weights.up_GD, out=grad_x_nD)
     return grad_x_nD
 

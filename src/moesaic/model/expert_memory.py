@@ -15,12 +15,38 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+Scratch = dict[tuple[str, torch.dtype, torch.device], Tensor]
+"""Flat memory by name."""
+
 
 class Workspace(threading.local):
-    """Named scratch tensors of one thread, grown when needed and never given back."""
+    """Named scratch tensors of one thread, grown when needed and never given back.
+
+    A thread lends scratch to workers that run for it while it waits; that of the first is its own. So there is as much
+    as threads that compute at once, whether experts or the inside of a product are shared out.
+    """
 
     def __init__(self) -> None:
-        self.flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self.flat: Scratch = {}
+        self._others: list[Scratch] = []
+
+    def lend(self, workers: int) -> list[Scratch]:
+        """Scratch for each of `workers`."""
+        self._others += [{} for _ in range(workers - 1 - len(self._others))]
+        return [self.flat, *self._others[: workers - 1]]
+
+    @contextlib.contextmanager
+    def borrowed(self, scratch: Scratch) -> Iterator[None]:
+        """Inside, this thread works in `scratch`."""
+        own, self.flat = self.flat, scratch
+        try:
+            yield
+        finally:
+            self.flat = own
+
+    def tensors(self) -> list[Tensor]:
+        """All scratch of this thread, lent or not."""
+        return [flat for scratch in (self.flat, *self._others) for flat in scratch.values()]
 
     def get(self, name: str, rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised [rows, columns] tensor; the same memory as the last one of this name."""

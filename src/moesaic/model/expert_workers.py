@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.model.expert_blocks import ROWS_PER_PRODUCT
+from moesaic.model.expert_memory import WORKSPACE, Scratch
 from moesaic.model.expert_rows import Span
 
 Body = Callable[[list[Span], Tensor], None]
@@ -70,7 +71,10 @@ def run_experts(spans: list[Span], body: Body, like_TD: Tensor, dtype: torch.dty
         if imbalance <= MAX_IMBALANCE:
             parts = [total_TD, *(torch.zeros_like(total_TD) for _ in range(workers - 1))]
             mode = torch.is_inference_mode_enabled()
-            jobs = [_pool(workers).submit(_quietly, mode, body, s, p) for s, p in zip(shares, parts, strict=True)]
+            jobs = [
+                _pool(workers).submit(_quietly, mode, scratch, body, share, part)
+                for scratch, share, part in zip(WORKSPACE.lend(workers), shares, parts, strict=True)
+            ]
             wait(jobs)  # also when one fails: nobody may still write when the caller gets the error
             for job in jobs:
                 job.result()
@@ -81,6 +85,7 @@ def run_experts(spans: list[Span], body: Body, like_TD: Tensor, dtype: torch.dty
     return total_TD
 
 
-def _quietly(inference: bool, body: Body, spans: list[Span], out_TD: Tensor) -> None:
-    with torch.inference_mode(inference), torch.no_grad():  # both modes are per thread
+def _quietly(inference: bool, scratch: Scratch, body: Body, spans: list[Span], out_TD: Tensor) -> None:
+    # Both modes are per thread.
+    with torch.inference_mode(inference), torch.no_grad(), WORKSPACE.borrowed(scratch):
         body(spans, out_TD)
