@@ -124,7 +124,7 @@ def table(found: dict[str, Any]) -> list[str]:
     idle, rows = statistics.median(found["idle"]), found["rows"]
     whole = next((row for name, row in rows.items() if name.startswith("none")), None)
     lines = [
-        "| recompute, malloc | predicted MiB | resident MiB | resident / predicted | s / step | over none | predicted |",
+        "| recompute, malloc | predicted MiB | resident MiB | ratio | s / step | over none | predicted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in rows.items():
