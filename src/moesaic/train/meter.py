@@ -233,8 +233,6 @@ class Meter(TorchDispatchMode):
 
     def _end_pass(self, passing: list[Made]) -> None:
         """Sort out what lives on for other reasons than backward."""
-        for flat in WORKSPACE.tensors():
-            self._see(flat, "workspaces")  # also those that worker threads made
         for made in self._known(WORKSPACE.tensors()):
             made.category = "workspaces"
         self._rename(_tensors(vars(self._sequences) if self._sequences else None), (NOWHERE[0], "positions"))
