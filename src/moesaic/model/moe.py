@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dispatch import PendingDispatch, make_dispatcher
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.experts import Experts
@@ -59,7 +60,7 @@ class Moe(nn.Module):
 
     def _run(self, x_TD: Tensor, batch: int) -> tuple[Tensor, ...]:
         routing = self.router(x_TD)
-        start = self.dispatcher.start_parts if self.in_parts else self._start_whole
+        start = self.dispatcher.start_parts if self.in_parts and cuts_wanted() else self._start_whole
         sent = start(x_TD, routing.ids_TK, routing.weights_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD, batch)
         back = []
