@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ D, F, WIDE = 10, 6, 3
 """Inputs, outputs, and columns at the end that are only gathered."""
 
 
-def compared(rank: int, batch: int, length: int, dtype: torch.dtype, later: bool) -> dict[str, Any]:
-    """Results, gradients and bytes of two layers by rank and with whole messages."""
+def compared(rank: int, batch: int, length: int, dtype: torch.dtype, later: bool, pairs: bool) -> dict[str, Any]:
+    """Results, gradients and bytes of two layers by rank and with whole messages. `pairs`: messages are sent and
+    received in pairs, as on an accelerator."""
     world = torch.distributed.get_world_size()
-    group = Group.create("tp", [tuple(range(world))], 60.0)
+    plain_group = group = Group.create("tp", [tuple(range(world))], 60.0)
     generator = torch.Generator().manual_seed(5)
 
     def numbers(*shape: int) -> Tensor:
@@ -41,7 +43,8 @@ def compared(rank: int, batch: int, length: int, dtype: torch.dtype, later: bool
     x_TD, toward_TD = numbers(world, batch * length, D)[rank], numbers(world, batch * length, D)[rank]
 
     def run(by_rank: bool) -> dict[str, Any]:
-        out.by_rank = by_rank
+        out.by_rank, group = by_rank, replace(plain_group, needs_device=by_rank and pairs)
+        out.split = group
         own_TD = x_TD.clone().requires_grad_()
         queue = WeightGradients()
         with meter() as traffic, deferring(queue if later else None):
@@ -71,10 +74,10 @@ def compared(rank: int, batch: int, length: int, dtype: torch.dtype, later: bool
 
 
 CASES = [
-    (1, 7, torch.float32, False),
-    (3, 5, torch.float32, False),
-    (2, 1, torch.float32, True),
-    (3, 4, torch.bfloat16, False),
+    (1, 7, torch.float32, False, False),
+    (3, 5, torch.float32, False, True),
+    (2, 1, torch.float32, True, False),
+    (3, 4, torch.bfloat16, False, False),
 ]
 
 

@@ -28,6 +28,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ),
     ("deepseek_v3", 4, {"tp": 2, "pp": 2, "schedule": "zero_bubble", "recompute": ["mla_up_proj"], "micro_batch": 2}),
     ("mixtral", 4, {"tp": 4, "micro_batch": 2, "recompute": ["full"]}),
+    ("deepseek_v3", 4, {"tp": 4, "ep": 2, "etp": 2, "dispatcher": "allgather", "recompute": ["moe", "mla_up_proj"]}),
     ("deepseek_v3", 4, {"tp": 2, "cp": 2, "sharding": "parameters"}),
 ]
 
