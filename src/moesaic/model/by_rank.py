@@ -1,6 +1,6 @@
 """Tensor-parallel products rank by rank, so that the rows of some ranks travel under the products of others'.
 
-`gathered_products` is an all-gather of tokens and the products of them all; `products_to_tokens` is a product for all
+`GatheredProducts` is an all-gather of tokens and the products of them all; `products_to_tokens` is a product for all
 tokens and the reduce-scatter of what each rank's are. Backward is alike: the gradient of a gathered input is made for
 one rank after the other, sent as soon as it is there, and weight gradients are computed while the last ones travel; the
 gradients of scattered outputs are multiplied as they come. (Cf. Wang et al., ASPLOS 2023, and MegaScale-MoE, arXiv
