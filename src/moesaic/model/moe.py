@@ -41,12 +41,13 @@ class Moe(nn.Module):
         self.dispatcher = make_dispatcher(
             mesh.dispatcher, groups, spec.router.experts, compressed="dispatch" in mesh.compression
         )
-        self.in_parts = mesh.layout is not None and "inside" in mesh.layout.overlap
+        self.in_parts = "inside" in mesh.overlap
         """Whether one part of the tokens travels while experts compute another."""
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
-        self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)
-        if self.shared is not None:
+        self.shared = None
+        if spec.shared is not None:
+            self.shared = Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp, by_rank=mesh.by_rank)
             self.shared.recompute_word = "shared_experts"
         self.shared_gate = None
         if self.shared is not None and spec.shared_combine != "sum":
