@@ -196,6 +196,7 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
         POOL.release()
 
     def save() -> None:
+        let_go()
         # An update can overflow though loss and gradients were finite; such weights must not push out good ones.
         require_finite_weights()
         # The line of a saved step must be on the disk first: a resumed run does not write it again.
@@ -264,7 +265,6 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
             checkpoints.check()
             if last or (keys.checkpoint_every and step % keys.checkpoint_every == 0):
                 with clock.phase("checkpoint"):
-                    let_go()
                     save()
                 saved_step = step
             for line in metered.end():
