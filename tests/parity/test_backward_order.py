@@ -20,6 +20,7 @@ CASES: list[tuple[int, str, list[str], dict[str, Any]]] = [
     (2, "deepseek_v3", CHEAP, {"ep": 2, "dispatcher": "alltoall", "overlap": ["between"]}),
     (2, "deepseek_v3", CHEAP, {"tp": 2, "ep": 2, "dispatcher": "allgather", "overlap": ["between", "gradients"]}),
     (2, "deepseek_v3", CHEAP, {"ep": 2, "overlap": ["between", "inside", "experts"]}),
+    (2, "deepseek_v3", CHEAP, {"tp": 2, "ep": 2, "overlap": ["between", "tensor"]}),
     (2, "deepseek_v3", ["layernorm", "mla_up_proj"], {"cp": 2, "cp_kind": "ring", "ep": 2, "overlap": ["between"]}),
     (2, "qwen3_moe", CHEAP, {"cp": 2, "ep": 2, "overlap": ["between", "weight_gradients"]}),
     (2, "deepseek_v3", MOE, {"ep": 2, "overlap": ["between"]}),
