@@ -127,6 +127,9 @@ class _Ranks:
     """[positions, kinds]: kinds times micro-batches held, for each position of a rank's window."""
     first: Ints
     """[ranks]: where each rank's positions start in `flight`."""
+    freed: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] | None
+    """Of each rank, its kinds in backward, each with those whose backward is over; None where all layers keep alike, so
+    that the last one's backward needs most."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,7 @@ class _Kinds:
         buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
         # Two parts are gathered at a time: the one that computes and the one after it.
         buffers = buffers + _largest(self.gathered[rows], present) * 2
-        layer_peak = _largest(self.extra[rows], present)
+        layer_peak = self._layer_peak(rows, ranks)
         logits = self.logits[rows, None] * head
         head_peak = logits + self.head_extra[rows, None] * head
         at_head = head_peak > layer_peak
@@ -307,6 +310,15 @@ class _Kinds:
         overhead = self.habits.reserved_share * allocated + self.habits.context + outside
         values = (weights, gradients, optimizer, activations, logits, buffers, overhead, allocated + overhead)
         return dict(zip((*_NAMES, "total"), values, strict=True))
+
+    def _layer_peak(self, rows: Ints, ranks: _Ranks) -> Floats:
+        """Most bytes [n, ranks] that the backward of a layer needs beyond what is kept, less what is not kept any more
+        by then."""
+        if ranks.freed is None:
+            return _largest(self.extra[rows], ranks.holds > 0)
+        extra, here = self.extra[rows], (self.kept - self.away)[rows]
+        found = [[extra[:, kind] - here[:, over].sum(axis=1) for kind, over in rank] for rank in ranks.freed]
+        return np.stack([np.maximum.reduce([np.zeros(len(rows)), *each]) for each in found], axis=1)
 
     def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
         """Kept bytes [n, ranks] at the worst position of each rank's window. Of what is offloaded two layers' worth
@@ -387,24 +399,44 @@ def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, m
         flight.append(distinct)
         first.append(at)
         at += len(distinct)
-    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64))
+    freed = None
+    if any(stage.recompute is not None for stage in stages):
+        both = schedule == _DUALPIPE
+        freed = tuple(
+            tuple(each for stage in _of_rank(stages, rank, pp, both) for each in _over(_in_order(kinds, stage)))
+            for rank in range(pp)
+        )
+    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64), freed)
+
+
+def _of_rank(stages: tuple[Stage, ...], rank: int, pp: int, both: bool) -> tuple[Stage, ...]:
+    """The virtual stages of a pipeline rank; with `both` also those of the rank as far from the other end."""
+    return (*stages[rank::pp], *(stages[pp - 1 - rank :: pp] if both else ()))
+
+
+def _over(order: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Each of some kinds in order of forward, with those after it."""
+    return tuple((kind, order[place + 1 :]) for place, kind in enumerate(order))
+
+
+def _in_order(kinds: _Anatomy, stage: Stage) -> tuple[int, ...]:
+    """Kinds of a virtual stage's layers and prediction blocks, in order of forward."""
+    blocks = kinds.blocks if stage.mtp else ()
+    if stage.recompute is None:
+        return (*(kinds.of_layer[layer] for layer in stage.layers), *blocks)
+    of = dict(kinds.of_unit)
+    if blocks:
+        blocks = dict(kinds.of_block)[stage.recompute.others]
+    return (*(of[unit] for unit in stage.recompute.units), *blocks)
 
 
 def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:
     """[kinds] layers of each kind and parts on one virtual stage."""
-    layers, blocks = [kinds.of_layer[layer] for layer in stage.layers], kinds.blocks
-    if stage.recompute is not None:
-        units = dict(kinds.of_unit)
-        layers = [units[unit] for unit in stage.recompute.units]
-        blocks = dict(kinds.of_block)[stage.recompute.others]
-    held = np.array(layers, np.int64)
-    counts = np.bincount(held, minlength=kinds.count)
+    counts = np.bincount(np.array(_in_order(kinds, stage), np.int64), minlength=kinds.count)
     if stage.embed:
         counts[kinds.parts["embedding"]] += 1
-    if stage.mtp and kinds.blocks:
-        counts[kinds.parts["mtp"]] += len(blocks)
-        for block in blocks:
-            counts[block] += 1
+    if stage.mtp:
+        counts[kinds.parts["mtp"]] += len(kinds.blocks)
     if stage.head:
         counts[kinds.parts["head"]] += 1
         counts[kinds.parts["loss"]] += 1
