@@ -133,9 +133,8 @@ class LayoutTable(Table):
     )
     recompute_layers: int | None = _key(
         None,
-        "Layers recomputed together (uniform), or recomputed at all (block).",
+        "Layers that full recomputes together (uniform, 1 if left out), or at all on each virtual stage (block).",
         "layers",
-        "1 with uniform",
         ge=1,
     )
     recompute_headroom: float = _key(0.05, 'Share of memory that `recompute = "auto"` leaves free.', ge=0.0, lt=1.0)
