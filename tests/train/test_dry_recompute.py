@@ -17,12 +17,12 @@ LATENT, GROUPED = "latent attention, shared expert", "grouped queries, shared ex
 BLOCK: dict[str, Any] = {"recompute": ["full", "layernorm"], "recompute_method": "block", "recompute_layers": 1}
 TOGETHER: dict[str, Any] = {"recompute": ["full"], "recompute_layers": 2}
 STAGES: dict[str, Any] = {"pp": 2, "recompute_stages": [["full"], ["layernorm", "mla_up_proj"]]}
-CASES: list[tuple[str, dict[str, Any], int]] = [
-    (LATENT, BLOCK | {"pp": 2}, 2),
+CASES = [
     (LATENT, STAGES, 2),
-    (LATENT, STAGES | {"virtual_stages": 2, "recompute_layers": 2}, 2),
     (GROUPED, TOGETHER | {"tp": 2, "ep": 2}, 2),
-    (GROUPED, STAGES | {"sharding": "gradients"}, 4),
+    pytest.param(LATENT, BLOCK | {"pp": 2}, 2, marks=pytest.mark.long),
+    pytest.param(LATENT, STAGES | {"virtual_stages": 2, "recompute_layers": 2}, 2, marks=pytest.mark.long),
+    pytest.param(GROUPED, STAGES | {"sharding": "gradients"}, 4, marks=pytest.mark.long),
 ]
 
 
@@ -38,6 +38,7 @@ def test_a_dry_run_counts_what_the_planner_counts(kind: str, keys: dict[str, Any
         assert found.activations == pytest.approx(planned.activations, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "how"), [(LATENT, BLOCK), (GROUPED, TOGETHER)], ids=str)
 def test_a_real_forward_pass_keeps_as_much(kind: str, how: dict[str, Any]) -> None:
     keys = how | {"ep": 2}
