@@ -88,7 +88,9 @@ def _changes(run: RunSpec, model: ModelSpec, layout: Layout) -> Iterator[tuple[s
                 shown = {key: to for key, to in changed.items() if to != before[key]}
                 if "recompute" in shown:
                     shown = recompute_instead(run.layout, words) | shown
-                what = " and ".join(f"layout.{key} = {_toml(to)}" for key, to in shown.items())
+                what = " and ".join(
+                    f"no layout.{key}" if to is None else f"layout.{key} = {_toml(to)}" for key, to in shown.items()
+                )
                 one = changed_layout(run, model, layout.world, **fixed, **changed)
                 if what not in seen and one is not None:
                     seen.add(what)
