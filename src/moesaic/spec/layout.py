@@ -19,7 +19,7 @@ from .errors import SpecError, nearest
 from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, option_rules, stages_of
 from .model import ModelSpec
 from .nearest import refuse
-from .options import COMPRESSION, OFFLOAD, OFFLOAD_BLOCKS, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words
+from .options import COMPRESSION, INSIDE_CHUNKS, OFFLOAD, OFFLOAD_BLOCKS, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words
 from .stages import Stage
 from .tables import LayoutTable
 
@@ -104,6 +104,8 @@ class Layout:
     """Parts of a layer whose activations wait there with `activations`."""
     compression: tuple[str, ...] = ()
     """What travels with fewer bits (`spec.options.COMPRESSION`)."""
+    inside_chunks: tuple[tuple[int, int], ...] = ()
+    """(experts, chunks in which rows travel with overlap `inside`) of every expert count; 1 is a layer not cut."""
 
     @property
     def compressed(self) -> tuple[str, ...]:
@@ -139,6 +141,10 @@ class Layout:
         """Expert-parallel degree of layers with that many experts: gcd(ep, experts), which is ep itself unless expert
         counts differ (DeepSpeed-MoE, arXiv 2201.05596, where a layer takes one rank per expert)."""
         return math.gcd(self.ep, experts)
+
+    def chunks(self, experts: int) -> int:
+        """Chunks in which rows of layers with that many experts travel: 1, all at once, without overlap `inside`."""
+        return dict(self.inside_chunks).get(experts, INSIDE_CHUNKS) if "inside" in self.overlap else 1
 
     def layer_edp(self, experts: int) -> int:
         """Ranks that hold the same experts, in layers with that many: edp·ep / layer_ep."""
@@ -254,6 +260,7 @@ def legal_layouts(
 
 
 def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
+    chunks = INSIDE_CHUNKS if table.inside_chunks == "auto" else table.inside_chunks
     return Layout(
         *degrees,
         cp_kind=table.cp_kind,
@@ -274,6 +281,7 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
         offload_fraction=table.offload_fraction,
         offload_modules=words(table.offload_modules, OFFLOAD_BLOCKS),
         compression=words(table.compression, COMPRESSION),
+        inside_chunks=tuple((count, chunks) for count in sizes.experts),
     )
 
 

@@ -1,0 +1,127 @@
+"""In how many chunks a layer's tokens should travel when they travel under their own experts (`inside`).
+
+A chunk hides what another one sends, and costs a start of every kernel and message and another look at every expert's
+weights. What that is follows from pricing a layer at two sizes: the seconds that are left when nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moesaic.spec.cluster import ClusterSpec
+from moesaic.spec.layout import Layout
+
+from .layer_timeline import Chunk, simulate_layers
+from .rates import Rates
+from .step import layer_names, layer_pieces
+from .timeline import Contention, Piece
+from .workload import Workload
+
+TRIED = (1, 2, 3, 4, 6, 8)
+"""Numbers of chunks that are priced; 1 is a layer that is not cut."""
+
+
+@dataclass(frozen=True)
+class ChunkChoice:
+    """What was found for all layers with one number of experts."""
+
+    experts: int
+    seconds: Mapping[int, float]
+    """Of one forward and backward of the layer by number of chunks."""
+    rows: float
+    """Of one expert, in one product of the layer that is not cut."""
+
+    @property
+    def chunks(self) -> int:
+        """The fastest; of equal ones the fewest."""
+        return min(self.seconds, key=lambda chunks: (self.seconds[chunks], chunks))
+
+    def why(self) -> str:
+        """A sentence with the predicted times."""
+        best, whole = self.chunks, self.seconds[1]
+        what = f"layers of {self.experts} experts ({self.rows:.0f} rows each)"
+        if best == 1:
+            other = min((n for n in self.seconds if n > 1), key=lambda n: self.seconds[n])
+            return f"{what} whole: {_ms(whole)} a layer predicted, in {other} chunks {_ms(self.seconds[other])}"
+        return f"{what} in {best} chunks: {_ms(self.seconds[best])} a layer predicted, whole {_ms(whole)}"
+
+
+def choose_chunks(work: Workload, layout: Layout, cluster: ClusterSpec, rates: Rates) -> list[ChunkChoice]:
+    """For each number of experts whose layers send rows, the seconds of its layers by number of chunks. Nothing where
+    no rows travel or `layout` lacks `inside`."""
+    if "inside" not in layout.overlap or layout.dispatcher == "local" or layout.ep * layout.etp == 1:
+        return []
+    half = replace(work, seq_len=max(1, work.seq_len // 2))
+    whole_pieces, half_pieces = (layer_pieces(each, layout, cluster, rates) for each in (work, half))
+    contention = Contention(1 + rates.slowdown, 1 + rates.slowdown)
+    seconds: dict[int, dict[int, float]] = {}
+    rows: dict[int, float] = {}
+    priced: dict[tuple[str, int], float] = {}
+    for name, layer in zip(layer_names(work.model), work.model.layers, strict=True):
+        if layer.moe is None or layout.layer_ep(layer.moe.router.experts) * layout.etp == 1:
+            continue
+        experts = layer.moe.router.experts
+        pieces = [piece for piece in whole_pieces[name] if piece.part != "context"]
+        fixed = _fixed(pieces, half_pieces[name], half.seq_len / work.seq_len)
+        own = layout.micro_batch * work.seq_len / (layout.cp * layout.tp)
+        rows[experts] = own * layout.etp * layer.moe.router.top_k * layout.layer_ep(experts) / experts
+        total = seconds.setdefault(experts, dict.fromkeys(TRIED, 0.0))
+        for chunks in TRIED:
+            if (name, chunks) not in priced:
+                # The shared expert always runs under dispatch.
+                words = {*layout.overlap, "shared_experts"} - ({"inside"} if chunks == 1 else set())
+                timeline = simulate_layers(
+                    [pieces],
+                    words,
+                    chunks=chunks_of(layout, experts, chunks),
+                    chunk_seconds=fixed,
+                    contention=contention,
+                )
+                priced[name, chunks] = timeline.makespan
+            total[chunks] += priced[name, chunks]
+    alike = {n: sum(la.moe is not None and la.moe.router.experts == n for la in work.model.layers) for n in seconds}
+    return [
+        ChunkChoice(n, {chunks: total / alike[n] for chunks, total in found.items()}, rows[n])
+        for n, found in seconds.items()
+    ]
+
+
+def chunks_of(layout: Layout, experts: int, chunks: int) -> list[Chunk]:
+    """What each part of a layer has when the trainer sends in `chunks`, in the order in which experts compute them.
+
+    What stays on its rank is two parts, the first and the last. `allgather` cuts by source rank, so into as many chunks
+    as there are other ranks at most; where rows go on inside a node or a cut of experts, all parts travel.
+    """
+    if chunks == 1:
+        return [Chunk(1.0, 1.0)]
+    ep = layout.layer_ep(experts)
+    ranks = ep * layout.etp
+    if layout.dispatcher == "hierarchical" or "dispatch" in layout.compressed:
+        return [Chunk(1 / chunks, 1 / chunks)] * chunks
+    if layout.dispatcher == "allgather" or ep == 1:
+        others = ranks - 1
+        count = min(chunks, others)
+        sizes = [others * (i + 1) // count - others * i // count for i in range(count)]
+        own, travels = 1 / ranks, [size / others for size in sizes]
+    else:
+        own, travels = 1 / ep, [1 / chunks] * chunks
+    parts = [Chunk(own / 2, 0.0), *(Chunk((1 - own) * share, share) for share in travels), Chunk(own / 2, 0.0)]
+    if layout.dispatcher != "allgather" and layout.etp > 1 and ep > 1:  # they travel over the ranks of the cut
+        return [Chunk(part.compute, part.compute) for part in parts]
+    return parts
+
+
+def _fixed(whole: Sequence[Piece], half: Sequence[Piece], size: float) -> dict[str, float]:
+    """Seconds of each piece that do not shrink with its tokens, from its price at `size` times as many."""
+    smaller = {piece.name: piece.forward for piece in half}
+    if size == 1:
+        return {piece.name: piece.forward for piece in whole}
+    return {
+        piece.name: min(max((smaller.get(piece.name, 0.0) - size * piece.forward) / (1 - size), 0.0), piece.forward)
+        for piece in whole
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
