@@ -11,7 +11,10 @@ from tests.ranks import ranks
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("mixtral", 2, {"ep": 2, "dispatcher": "alltoall"}),
+    ("mixtral", 2, {"ep": 2, "dispatcher": "alltoall", "inside_chunks": 1}),
     ("qwen3_moe", 2, {"ep": 2, "tp": 2, "dispatcher": "allgather", "micro_batch": 2}),
+    ("mixtral", 4, {"ep": 4, "dispatcher": "allgather", "inside_chunks": 3, "micro_batch": 2}),
+    ("deepseek_v3", 4, {"ep": 2, "etp": 2, "dispatcher": "allgather", "inside_chunks": 2, "recompute": ["moe"]}),
     ("deepseek_v3", 4, {"ep": 2, "etp": 2, "dispatcher": "alltoall", "micro_batch": 2}),
     ("deepseek_v3", 4, {"ep": 4, "dispatcher": "alltoall", "micro_batch": 1, "sharding": "gradients"}),
     ("mixtral", 4, {"ep": 2, "pp": 2, "dispatcher": "alltoall", "schedule": "zero_bubble", "micro_batch": 2}),

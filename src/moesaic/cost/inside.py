@@ -1,13 +1,15 @@
 """In how many chunks a layer's tokens should travel when they travel under their own experts (`inside`).
 
 A chunk hides what another one sends, and costs a start of every kernel and message and another look at every expert's
-weights. What that is follows from pricing a layer at two sizes: the seconds that are left when nothing is.
+weights. What that is follows from pricing a layer at two sizes: the seconds that are left when nothing is. Where
+`moesaic calibrate` measured products of experts with few and with many rows, it is at least what these say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from moesaic.spec.cluster import ClusterSpec
 from moesaic.spec.layout import Layout
@@ -55,6 +57,7 @@ def choose_chunks(work: Workload, layout: Layout, cluster: ClusterSpec, rates: R
     half = replace(work, seq_len=max(1, work.seq_len // 2))
     whole_pieces, half_pieces = (layer_pieces(each, layout, cluster, rates) for each in (work, half))
     contention = Contention(1 + rates.slowdown, 1 + rates.slowdown)
+    start = start_rows(cluster, "fp32" if work.precision == "fp32" else "bf16")
     seconds: dict[int, dict[int, float]] = {}
     rows: dict[int, float] = {}
     priced: dict[tuple[str, int], float] = {}
@@ -63,9 +66,13 @@ def choose_chunks(work: Workload, layout: Layout, cluster: ClusterSpec, rates: R
             continue
         experts = layer.moe.router.experts
         pieces = [piece for piece in whole_pieces[name] if piece.part != "context"]
-        fixed = _fixed(pieces, half_pieces[name], half.seq_len / work.seq_len)
         own = layout.micro_batch * work.seq_len / (layout.cp * layout.tp)
         rows[experts] = own * layout.etp * layer.moe.router.top_k * layout.layer_ep(experts) / experts
+        fixed = fixed_seconds(pieces, half_pieces[name], half.seq_len / work.seq_len)
+        for piece in pieces:
+            if piece.backward_weight and piece.part == "experts":
+                at_least = piece.forward * min(start / rows[experts], 1.0)
+                fixed[piece.name] = max(fixed[piece.name], at_least)
         total = seconds.setdefault(experts, dict.fromkeys(TRIED, 0.0))
         for chunks in TRIED:
             if (name, chunks) not in priced:
@@ -112,7 +119,24 @@ def chunks_of(layout: Layout, experts: int, chunks: int) -> list[Chunk]:
     return parts
 
 
-def _fixed(whole: Sequence[Piece], half: Sequence[Piece], size: float) -> dict[str, float]:
+def start_rows(cluster: ClusterSpec, precision: str) -> float:
+    """How many rows' time an expert's product takes beside that of its rows, by lines through the products that were
+    measured: the median over shapes. 0 where none were."""
+    found = []
+    for kind in ("forward", "input", "weight"):
+        shapes: dict[tuple[float, ...], list[tuple[float, float]]] = {}
+        for groups, m, n, k, share in cluster.rates.get(f"grouped_{precision}_{kind}", ()):
+            if share > 0:
+                shapes.setdefault((groups, n, k), []).append((m, m / share))
+        for points in shapes.values():
+            (few, low), (many, high) = min(points), max(points)
+            if many > few and high > low:
+                slope = (high - low) / (many - few)
+                found.append(max(low / slope - few, 0.0))
+    return median(found) if found else 0.0
+
+
+def fixed_seconds(whole: Sequence[Piece], half: Sequence[Piece], size: float) -> dict[str, float]:
     """Seconds of each piece that do not shrink with its tokens, from its price at `size` times as many."""
     smaller = {piece.name: piece.forward for piece in half}
     if size == 1:
