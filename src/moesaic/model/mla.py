@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,14 +11,18 @@ from torch import Tensor, nn
 
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.kernels import linear
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm
 from moesaic.model.recompute import droppable, droppable_output
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
-from moesaic.model.spread import attend_spread
+from moesaic.model.spread import attend_in_groups, attend_spread, head_groups
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec
+
+Projection = tuple[Tensor, Tensor | None]
+"""A weight and perhaps a bias."""
 
 
 class LatentAttention(nn.Module):
@@ -68,23 +73,45 @@ class LatentAttention(nn.Module):
             widths = (source.shape[1], self.kv_rank, self.rope_dim)
             joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
             source, latent, k_rope = joined.split(widths, dim=-1)
-        q, k, v = droppable("mla_up_proj", partial(self._up, sequences=sequences), source, latent, k_rope)
+        up_q = self.q if spec.q_rank is None else self.q_b
+        groups = head_groups(self.heads, self.mesh)
+        if groups > 1:
+            made = (
+                droppable("mla_up_proj", self._up_with(*projections, sequences), source, latent, k_rope)
+                for projections in zip(up_q.pieces(groups), self.kv_b.pieces(groups), strict=True)
+            )
+            return self.o.of_parts(attend_in_groups(made, sequences, spec, self.mesh), sequences.batch)
+        up = self._up_with((up_q.weight, up_q.bias), (self.kv_b.weight, self.kv_b.bias), sequences)
+        q, k, v = droppable("mla_up_proj", up, source, latent, k_rope)
         out_TO = attend_spread(q, k, v, sequences, spec, self.mesh)
         return self.o(out_TO, sequences.batch)
 
-    def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+    def _up_with(self, q: Projection, kv: Projection, sequences: Sequences) -> Callable[..., tuple[Tensor, ...]]:
+        """`_up` with the weights and biases of some heads."""
+        return partial(self._up, to_q=q, to_kv=kv, sequences=sequences)
+
+    def _up(
+        self,
+        source: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        *,
+        to_q: Projection,
+        to_kv: Projection,
+        sequences: Sequences,
+    ) -> tuple[Tensor, ...]:
         """Queries and keys [T, H, d], values [T, H, dv] from what the tensor group's tokens are reduced to."""
         spec, rows = self.spec, (sequences.batch, sequences.part_length)
-        q = self.q(source) if spec.q_rank is None else self.q_b(source)
-        q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)
-        kv = self.kv_b(latent).view(*rows, self.heads, self.nope_dim + spec.v_head_dim)
+        q = linear(source, *to_q).view(*rows, -1, self.nope_dim + self.rope_dim)
+        heads = q.shape[2]
+        kv = linear(latent, *to_kv).view(*rows, heads, self.nope_dim + spec.v_head_dim)
         k_nope, v = kv.split((self.nope_dim, spec.v_head_dim), dim=-1)
         k_rope = k_rope.reshape(*rows, 1, self.rope_dim)
         if spec.rope is not None:
             cos, sin = sequences.rope(spec.rope, self.rope_key)
             q = rotate(q, cos, sin, spec.rope.interleaved, offset=self.nope_dim)
             k_rope = rotate(k_rope, cos, sin, spec.rope.interleaved)
-        k = torch.cat((k_nope, k_rope.expand(*rows, self.heads, self.rope_dim)), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(*rows, heads, self.rope_dim)), dim=-1)
         if self.mesh.cp.size == 1 and spec.v_head_dim < spec.head_dim:
             # As the attention core would, but here, where it can be dropped with the rest.
             v = F.pad(v, (0, spec.head_dim - spec.v_head_dim))

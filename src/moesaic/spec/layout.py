@@ -106,6 +106,8 @@ class Layout:
     """What travels with fewer bits (`spec.options.COMPRESSION`)."""
     inside_chunks: tuple[tuple[int, int], ...] = ()
     """(experts, chunks in which rows travel with overlap `inside`) of every expert count; 1 is a layer not cut."""
+    heads_in: int = 1
+    """Groups of heads, at most, that travel one after another with overlap `inside` and cp_kind `ulysses`."""
 
     @property
     def compressed(self) -> tuple[str, ...]:
@@ -145,6 +147,11 @@ class Layout:
     def chunks(self, experts: int) -> int:
         """Chunks in which rows of layers with that many experts travel: 1, all at once, without overlap `inside`."""
         return dict(self.inside_chunks).get(experts, INSIDE_CHUNKS) if "inside" in self.overlap else 1
+
+    @property
+    def head_chunks(self) -> int:
+        """The most groups in which heads travel: 1, all at once, without overlap `inside`."""
+        return self.heads_in if "inside" in self.overlap else 1
 
     def layer_edp(self, experts: int) -> int:
         """Ranks that hold the same experts, in layers with that many: edp·ep / layer_ep."""
@@ -282,6 +289,7 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
         offload_modules=words(table.offload_modules, OFFLOAD_BLOCKS),
         compression=words(table.compression, COMPRESSION),
         inside_chunks=tuple((count, chunks) for count in sizes.experts),
+        heads_in=chunks,
     )
 
 
