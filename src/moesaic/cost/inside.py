@@ -13,6 +13,7 @@ from statistics import median
 
 from moesaic.spec.cluster import ClusterSpec
 from moesaic.spec.layout import Layout
+from moesaic.spec.model import AttentionSpec
 
 from .layer_timeline import Chunk, simulate_layers
 from .rates import Rates
@@ -92,6 +93,70 @@ def choose_chunks(work: Workload, layout: Layout, cluster: ClusterSpec, rates: R
         ChunkChoice(n, {chunks: total / alike[n] for chunks, total in found.items()}, rows[n])
         for n, found in seconds.items()
     ]
+
+
+def choose_head_groups(work: Workload, layout: Layout, cluster: ClusterSpec, rates: Rates) -> dict[int, float]:
+    """Seconds of all layers' attention, from the projection of heads to that of their results, by the most groups in
+    which heads travel (`Layout.heads_in`). Nothing where heads do not travel or cannot be cut."""
+    grouped = {most: replace(layout, heads_in=most) for most in TRIED}
+    specs = [layer.attention for layer in work.model.layers]
+    heads = [spec.heads if spec.kind == "mla" else spec.kv_heads for spec in specs]
+    groups = [
+        {most: 1 if spec.qk_norm == "full" else each.head_groups(count // layout.tp) for most, each in grouped.items()}
+        for spec, count in zip(specs, heads, strict=True)
+    ]
+    if all(number == 1 for found in groups for number in found.values()):
+        return {}
+    halved = [
+        layer.model_copy(
+            update={
+                "attention": layer.attention.model_copy(
+                    update={"heads": layer.attention.heads // 2, "kv_heads": max(layer.attention.kv_heads // 2, 1)}
+                )
+            }
+        )
+        for layer in work.model.layers
+    ]
+    half = replace(work, model=work.model.model_copy(update={"layers": tuple(halved)}))
+    whole_pieces, half_pieces = (layer_pieces(each, layout, cluster, rates) for each in (work, half))
+    contention = Contention(1 + rates.slowdown, 1 + rates.slowdown)
+    total, priced = dict.fromkeys(TRIED, 0.0), {}
+    for name, spec, found in zip(layer_names(work.model), specs, groups, strict=True):
+        pieces = _of_heads(whole_pieces[name], spec)
+        fixed = fixed_seconds(pieces, _of_heads(half_pieces[name], spec), 0.5)
+        for most, number in found.items():
+            if (name, number) not in priced:
+                words = {*layout.overlap} - ({"inside"} if number == 1 else set())
+                timeline = simulate_layers([pieces], words, chunks=number, chunk_seconds=fixed, contention=contention)
+                priced[name, number] = timeline.makespan
+            total[most] += priced[name, number]
+    return total
+
+
+def _of_heads(pieces: Sequence[Piece], spec: AttentionSpec) -> list[Piece]:
+    """What can be done for some heads alone, with names by which `inside` cuts all of it: the exchange is one to the
+    core and one back, each by its share of the bytes."""
+    names = [piece.name for piece in pieces]
+    first = next(names.index(name) for name in ("attention.query_up", "attention.qkv") if name in names)
+    last, core = names.index("attention.output"), names.index("attention.core")
+    out = spec.heads * spec.v_head_dim
+    back = out / (spec.heads * spec.head_dim + spec.kv_heads * (spec.head_dim + spec.v_head_dim) + out)
+    made: list[Piece] = []
+    for place in range(first, last + 1):
+        piece = pieces[place]
+        part = "dispatch" if place < core else "combine" if place > core else "experts"
+        if piece.part == "context":
+            made.append(_share_of(piece, "dispatch.heads", 1 - back))
+            returned = _share_of(piece, "combine.heads", back)
+            continue
+        made.append(replace(piece, name=f"{part}.{piece.name}"))
+        if place == core:
+            made.append(returned)
+    return made
+
+
+def _share_of(piece: Piece, name: str, share: float) -> Piece:
+    return Piece(name, piece.stream, piece.forward * share, piece.backward_input * share, 0.0, piece.recompute * share)
 
 
 def chunks_of(layout: Layout, experts: int, chunks: int) -> list[Chunk]:

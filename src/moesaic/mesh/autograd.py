@@ -41,24 +41,6 @@ class _ReduceScatter(Function):
         return collectives.start_all_gather_rows(grads[0], ctx.group, ctx.counts).wait_beside(), None, None
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str) -> Tensor:
-        ctx.group, ctx.send, ctx.receive, ctx.what = group, send, receive, name
-        return collectives.start_all_to_all(x_RD, group, send, receive, name).wait_beside()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return (
-            collectives.start_all_to_all(grads[0], ctx.group, ctx.receive, ctx.send, ctx.what).wait_beside(),
-            None,
-            None,
-            None,
-            None,
-        )
-
-
 class _Exchange:
     """An all-to-all under way, and later that of its gradient."""
 
@@ -131,17 +113,11 @@ def reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int] | None = N
     return _ReduceScatter.apply(x_RD, group, counts)  # type: ignore[no-any-return]
 
 
-def all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Tensor:
-    """send[i] rows to rank i, receive[i] rows from it, in rank order."""
-    if group.size == 1:
-        return x_RD
-    return _AllToAll.apply(x_RD, group, send, receive, name)  # type: ignore[no-any-return]
-
-
 def start_all_to_all(
     x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = ""
 ) -> Callable[[], Tensor]:
-    """Begin `all_to_all`; what is returned waits for its rows. x may not change before that.
+    """Begin to send send[i] rows to rank i and to receive receive[i] rows from it, in rank order; what is returned
+    waits for them. x may not change before that.
 
     In backward the gradient's exchange begins where that wait was, and is waited for where this call was.
     """

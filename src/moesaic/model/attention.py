@@ -13,7 +13,7 @@ from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm, SplitRMSNorm, rms_norm
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
-from moesaic.model.spread import attend_in_groups, attend_spread, head_groups
+from moesaic.model.spread import attend_in_groups, attend_spread
 from moesaic.spec.model import AttentionSpec
 
 
@@ -56,7 +56,9 @@ class Attention(nn.Module):
         """x [T, D] of own tokens to [T, D]."""
         spec = self.spec
         x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
-        groups = 1 if spec.qk_norm == "full" else head_groups(self.kv_heads, self.mesh)
+        layout = self.mesh.layout
+        # A norm of all heads together needs them all.
+        groups = 1 if layout is None or spec.qk_norm == "full" else layout.head_groups(self.kv_heads)
         if groups > 1:
             pieces = zip(*(part.pieces(groups) for part in (self.q, self.k, self.v)), strict=True)
             made = (self._heads(linear(x_TD, *q), linear(x_TD, *k), linear(x_TD, *v), sequences) for q, k, v in pieces)

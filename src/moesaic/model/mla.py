@@ -17,7 +17,7 @@ from moesaic.model.norms import RMSNorm
 from moesaic.model.recompute import droppable, droppable_output
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
-from moesaic.model.spread import attend_in_groups, attend_spread, head_groups
+from moesaic.model.spread import attend_in_groups, attend_spread
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec
 
@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
             joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
             source, latent, k_rope = joined.split(widths, dim=-1)
         up_q = self.q if spec.q_rank is None else self.q_b
-        groups = head_groups(self.heads, self.mesh)
+        groups = 1 if self.mesh.layout is None else self.mesh.layout.head_groups(self.heads)
         if groups > 1:
             made = (
                 droppable("mla_up_proj", self._up_with(*projections, sequences), source, latent, k_rope)

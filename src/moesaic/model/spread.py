@@ -97,15 +97,6 @@ class _Heads:
         return start_all_to_all(rows, self.group, each, each, "head all-to-all")
 
 
-def head_groups(kv_heads: int, mesh: Mesh) -> int:
-    """In how many groups `kv_heads` key heads of a rank travel under `ulysses`: at most what the layout says, and so
-    that every rank gets as many heads of each group; 1 where they are not cut."""
-    if mesh.layout is None or mesh.cp.size == 1 or mesh.cp_kind != "ulysses" or kv_heads % mesh.cp.size:
-        return 1
-    each = kv_heads // mesh.cp.size
-    return max(n for n in range(1, min(mesh.layout.head_chunks, each) + 1) if each % n == 0)
-
-
 def attend_in_groups(
     made: Iterable[tuple[Tensor, Tensor, Tensor]],
     sequences: Sequences,

@@ -148,10 +148,13 @@ class Layout:
         """Chunks in which rows of layers with that many experts travel: 1, all at once, without overlap `inside`."""
         return dict(self.inside_chunks).get(experts, INSIDE_CHUNKS) if "inside" in self.overlap else 1
 
-    @property
-    def head_chunks(self) -> int:
-        """The most groups in which heads travel: 1, all at once, without overlap `inside`."""
-        return self.heads_in if "inside" in self.overlap else 1
+    def head_groups(self, kv_heads: int) -> int:
+        """In how many groups `kv_heads` key heads of a tensor-parallel rank travel with cp_kind `ulysses`: as many that
+        every rank of cp gets equally many heads of each, and 1, all at once, without overlap `inside`."""
+        if "inside" not in self.overlap or self.cp == 1 or self.cp_kind != "ulysses" or kv_heads % self.cp:
+            return 1
+        each = kv_heads // self.cp
+        return max(n for n in range(1, min(self.heads_in, each) + 1) if each % n == 0)
 
     def layer_edp(self, experts: int) -> int:
         """Ranks that hold the same experts, in layers with that many: edp·ep / layer_ep."""

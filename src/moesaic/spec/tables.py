@@ -117,8 +117,8 @@ class LayoutTable(Table):
     )
     inside_chunks: int | Literal["auto"] = _key(
         "auto",
-        "In how many chunks rows travel with overlap inside; 1 leaves a layer whole, `auto` is what the cost model "
-        "finds fastest on the cluster of cluster.gpu, and 2 without one.",
+        "In how many chunks rows to experts, and heads of Ulysses attention, travel with overlap inside; 1 cuts "
+        "nothing, `auto` is what the cost model finds fastest on the cluster of cluster.gpu, and 2 without one.",
         "chunks",
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
