@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.cost.inside import TRIED, choose_chunks, chunks_of, fixed_seconds, start_rows
+from moesaic.cost.inside import TRIED, choose_chunks, choose_head_groups, chunks_of, fixed_seconds, start_rows
 from moesaic.cost.layer_timeline import Chunk, simulate_layers
 from moesaic.cost.rates import Rates, Stack, rates_for
 from moesaic.cost.step import layer_pieces
@@ -140,3 +140,17 @@ def test_slow_starts_of_products_make_fewer_chunks() -> None:
     (plain,) = choose_chunks(work, layout(), cluster(), rates)
     (few,) = choose_chunks(work, layout(), slow, rates)
     assert few.chunks < plain.chunks
+
+
+def test_heads_are_cut_where_their_exchange_takes_long() -> None:
+    """16 key heads on 4 ranks: groups of 1, 2 or 4, whatever is allowed beyond."""
+    work, here, rates = Workload(model(), 8192, 64), layout(cp=4), rates_for(cluster(), Stack("moesaic"))
+    slow = choose_head_groups(work, here, cluster(), replace(rates, fast_share=rates.fast_share / 20))
+    assert slow[3] == slow[2] < slow[1] and slow[4] == slow[6] == slow[8]
+    free = choose_head_groups(work, here, cluster(), replace(rates, fast_latency=0.0, fast_share=1e6))
+    assert min(free.values()) == free[1]
+
+
+@pytest.mark.parametrize("keys", [{"cp": 4, "cp_kind": "ring"}, {}, {"cp": 4, "overlap": []}])
+def test_heads_that_do_not_travel_are_not_cut(keys: dict[str, object]) -> None:
+    assert choose_head_groups(Workload(model(), 8192, 64), layout(**keys), cluster(), Rates()) == {}

@@ -90,11 +90,13 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_groups_of_heads_give_what_all_heads_give(name: str) -> None:
     whole, cut = (ranks(2).run(attend, SPECS[name], groups) for groups in (1, 2))
+    # Groups are other heads on a rank, so only the sum of ranks' gradients is the same.
+    keys = sorted(whole[0].gradients.keys() - {"x"})
+    sums = [{key: sum(each.gradients[key] for each in found) for key in keys} for found in (whole, cut)]
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-5)
     for one, two in zip(whole, cut, strict=True):
         torch.testing.assert_close(two.y, one.y, rtol=1e-5, atol=1e-5)
-        assert two.gradients.keys() == one.gradients.keys()
-        for key, gradient in one.gradients.items():
-            torch.testing.assert_close(two.gradients[key], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: k + m)
+        torch.testing.assert_close(two.gradients["x"], one.gradients["x"], rtol=1e-4, atol=1e-5)
         assert one.forward == one.backward == ["start 0", "wait 0", "start 1", "wait 1"]
         order = ["start 0", "start 1", "wait 0", "start 2", "wait 1", "start 3", "wait 2", "wait 3"]
         assert two.forward == two.backward == order
