@@ -96,7 +96,7 @@ def test_two_chunks_cost_what_two_layers_of_half_the_tokens_cost() -> None:
         sum(event.seconds for event in simulate_layers([pieces], words, chunks=2, chunk_seconds=fixed).events)
         for words in (["inside"], [])
     )
-    assert cut - uncut == pytest.approx(2 * busy(half) - busy(whole), rel=0.05)
+    assert cut - uncut == pytest.approx(2 * busy(half) - busy(whole), rel=1e-6)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

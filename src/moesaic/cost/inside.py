@@ -72,8 +72,14 @@ def choose_chunks(work: Workload, layout: Layout, cluster: ClusterSpec, rates: R
         fixed = fixed_seconds(pieces, half_pieces[name], half.seq_len / work.seq_len)
         for piece in pieces:
             if piece.backward_weight and piece.part == "experts":
-                at_least = piece.forward * min(start / rows[experts], 1.0)
-                fixed[piece.name] = max(fixed[piece.name], at_least)
+                share = min(start / rows[experts], 1.0)
+                once, of_weights = fixed[piece.name]
+                # On a processor the trainer takes the rows of all parts in one product for the weights.
+                together = cluster.gpu.architecture == "cpu"
+                fixed[piece.name] = (
+                    max(once, piece.forward * share),
+                    0.0 if together else max(of_weights, piece.backward_weight * share),
+                )
         total = seconds.setdefault(experts, dict.fromkeys(TRIED, 0.0))
         for chunks in TRIED:
             if (name, chunks) not in priced:
@@ -201,14 +207,21 @@ def start_rows(cluster: ClusterSpec, precision: str) -> float:
     return median(found) if found else 0.0
 
 
-def fixed_seconds(whole: Sequence[Piece], half: Sequence[Piece], size: float) -> dict[str, float]:
-    """Seconds of each piece that do not shrink with its tokens, from its price at `size` times as many."""
-    smaller = {piece.name: piece.forward for piece in half}
-    if size == 1:
-        return {piece.name: piece.forward for piece in whole}
+def fixed_seconds(whole: Sequence[Piece], half: Sequence[Piece], size: float) -> dict[str, tuple[float, float]]:
+    """Seconds of each piece, of a pass and of its gradients of weights, that do not shrink with it, from its price at
+    `size` times as much work."""
+    smaller = {piece.name: piece for piece in half}
+
+    def fixed(large: float, small: float) -> float:
+        return large if size == 1 else min(max((small - size * large) / (1 - size), 0.0), large)
+
     return {
-        piece.name: min(max((smaller.get(piece.name, 0.0) - size * piece.forward) / (1 - size), 0.0), piece.forward)
+        piece.name: (
+            fixed(piece.forward, smaller[piece.name].forward),
+            fixed(piece.backward_weight, smaller[piece.name].backward_weight),
+        )
         for piece in whole
+        if piece.name in smaller
     }
 
 

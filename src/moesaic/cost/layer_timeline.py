@@ -34,8 +34,9 @@ class Chunk(NamedTuple):
 
 Chunks = int | Sequence[Chunk]
 """How many equal chunks, or what each has; shares add up to 1."""
-ChunkSeconds = float | Mapping[str, float]
-"""What every chunk after the first costs more: of any piece, or by a piece's name what it costs however small it is."""
+ChunkSeconds = float | Mapping[str, tuple[float, float]]
+"""What every chunk after the first costs more: of any piece, or by a piece's name what a pass of it costs however small
+it is, and what its gradients of weights do."""
 
 
 @dataclass(frozen=True)
@@ -256,11 +257,11 @@ class _Graph:
             return piece
         share = self.chunks[chunk].compute if piece.stream == "compute" else self.chunks[chunk].travels
         if isinstance(self.chunk_seconds, Mapping):
-            more = self.chunk_seconds.get(piece.name, 0.0) * (1 - share)
+            more, of_weights = (once * (1 - share) for once in self.chunk_seconds.get(piece.name, (0.0, 0.0)))
         else:
-            more = self.chunk_seconds if chunk else 0.0
+            more = of_weights = self.chunk_seconds if chunk else 0.0
 
-        def part(seconds: float) -> float:
+        def part(seconds: float, more: float = more) -> float:
             return seconds * share + more if seconds and share else 0.0
 
         return Piece(
@@ -268,7 +269,7 @@ class _Graph:
             piece.stream if share else "compute",  # what stays here does not wait for what travels
             part(piece.forward),
             part(piece.backward_input),
-            part(piece.backward_weight),
+            part(piece.backward_weight, of_weights),
             part(piece.recompute),
         )
 
