@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.cut import Cut, Piece, new_parameter
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.by_rank import GatheredProducts, Reads
 from moesaic.model.kernels import linear
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm, SplitRMSNorm, rms_norm
@@ -38,7 +40,9 @@ class Attention(nn.Module):
         self.k = Linear(hidden, kv_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
         self.v = Linear(hidden, v_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
         out_width = spec.heads * spec.v_head_dim
-        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp)
+        by_rank = mesh.by_rank
+        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp, by_rank=by_rank)
+        self.gathered = GatheredProducts(tp) if by_rank else None
         self.q_norm: RMSNorm | SplitRMSNorm
         self.k_norm: RMSNorm | SplitRMSNorm
         if spec.qk_norm == "head":
@@ -55,16 +59,21 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D] of own tokens to [T, D]."""
         spec = self.spec
-        x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
-        layout = self.mesh.layout
-        # A norm of all heads together needs them all.
-        groups = 1 if layout is None or spec.qk_norm == "full" else layout.head_groups(self.kv_heads)
-        if groups > 1:
-            pieces = zip(*(part.pieces(groups) for part in (self.q, self.k, self.v)), strict=True)
-            made = (self._heads(linear(x_TD, *q), linear(x_TD, *k), linear(x_TD, *v), sequences) for q, k, v in pieces)
-            sinks = None if self.sinks is None else self.sinks.chunk(groups)
-            return self.o.of_parts(attend_in_groups(made, sequences, spec, self.mesh, sinks), sequences.batch)
-        q, k, v = self.q(x_TD), self.k(x_TD), self.v(x_TD)
+        layout, layers = self.mesh.layout, (self.q, self.k, self.v)
+        if self.gathered is not None:
+            _, q, k, v = self.gathered(x_TD, sequences.batch, [Reads(layer) for layer in layers])
+        else:
+            x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
+            # A norm of all heads together needs them all.
+            groups = 1 if layout is None or spec.qk_norm == "full" else layout.head_groups(self.kv_heads)
+            if groups > 1 and cuts_wanted():
+                pieces = zip(*(layer.pieces(groups) for layer in layers), strict=True)
+                made = (
+                    self._heads(linear(x_TD, *q), linear(x_TD, *k), linear(x_TD, *v), sequences) for q, k, v in pieces
+                )
+                sinks = None if self.sinks is None else self.sinks.chunk(groups)
+                return self.o.of_parts(attend_in_groups(made, sequences, spec, self.mesh, sinks), sequences.batch)
+            q, k, v = (layer(x_TD) for layer in layers)
         if spec.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         out_TO = attend_spread(*self._heads(q, k, v, sequences), sequences, spec, self.mesh, self.sinks)

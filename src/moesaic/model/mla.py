@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.by_rank import GatheredProducts, Reads
 from moesaic.model.kernels import linear
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm
-from moesaic.model.recompute import droppable, droppable_output
+from moesaic.model.recompute import droppable, droppable_output, made_again
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
 from moesaic.model.spread import attend_in_groups, attend_spread
@@ -58,7 +60,9 @@ class LatentAttention(nn.Module):
         kv_width = spec.heads * (self.nope_dim + spec.v_head_dim)
         self.kv_b = Linear(self.kv_rank, kv_width, dtype=dtype, device=device, split=tp)
         out_width = spec.heads * spec.v_head_dim
-        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp)
+        by_rank = mesh.by_rank
+        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp, by_rank=by_rank)
+        self.gathered = GatheredProducts(tp) if by_rank else None
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D] of own tokens to [T, D]."""
@@ -69,42 +73,56 @@ class LatentAttention(nn.Module):
             source = droppable_output("mla_up_proj", self.q_a_norm, self.q_a(x_TD))
         latent, k_rope = self.kv_a(x_TD).split((self.kv_rank, self.rope_dim), dim=-1)
         latent = droppable_output("mla_up_proj", self.kv_a_norm, latent)
-        if tp.size > 1:
+        make: Callable[..., tuple[Tensor, ...]] = self._up
+        if self.gathered is not None:
+            source, latent, k_rope = self._up_by_rank(source, latent, k_rope, sequences.batch)
+            make = self._heads
+        elif tp.size > 1:
             widths = (source.shape[1], self.kv_rank, self.rope_dim)
             joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
             source, latent, k_rope = joined.split(widths, dim=-1)
-        up_q = self.q if spec.q_rank is None else self.q_b
         groups = 1 if self.mesh.layout is None else self.mesh.layout.head_groups(self.heads)
-        if groups > 1:
+        if groups > 1 and self.gathered is None and cuts_wanted():
             made = (
-                droppable("mla_up_proj", self._up_with(*projections, sequences), source, latent, k_rope)
-                for projections in zip(up_q.pieces(groups), self.kv_b.pieces(groups), strict=True)
+                droppable("mla_up_proj", partial(self._up_with, *pieces, sequences=sequences), source, latent, k_rope)
+                for pieces in zip(self._up_q.pieces(groups), self.kv_b.pieces(groups), strict=True)
             )
             return self.o.of_parts(attend_in_groups(made, sequences, spec, self.mesh), sequences.batch)
-        up = self._up_with((up_q.weight, up_q.bias), (self.kv_b.weight, self.kv_b.bias), sequences)
-        q, k, v = droppable("mla_up_proj", up, source, latent, k_rope)
+        q, k, v = droppable("mla_up_proj", partial(make, sequences=sequences), source, latent, k_rope)
         out_TO = attend_spread(q, k, v, sequences, spec, self.mesh)
         return self.o(out_TO, sequences.batch)
 
-    def _up_with(self, q: Projection, kv: Projection, sequences: Sequences) -> Callable[..., tuple[Tensor, ...]]:
-        """`_up` with the weights and biases of some heads."""
-        return partial(self._up, to_q=q, to_kv=kv, sequences=sequences)
-
-    def _up(
-        self,
-        source: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        *,
-        to_q: Projection,
-        to_kv: Projection,
-        sequences: Sequences,
+    def _up_with(
+        self, q: Projection, kv: Projection, source: Tensor, latent: Tensor, k_rope: Tensor, *, sequences: Sequences
     ) -> tuple[Tensor, ...]:
+        """`_up` with the weights and biases of some heads."""
+        return self._heads(linear(source, *q), linear(latent, *kv), k_rope, sequences)
+
+    def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         """Queries and keys [T, H, d], values [T, H, dv] from what the tensor group's tokens are reduced to."""
+        return self._heads(self._up_q(source), self.kv_b(latent), k_rope, sequences)
+
+    @property
+    def _up_q(self) -> Linear:
+        return self.q if self.spec.q_rank is None else self.q_b
+
+    def _up_by_rank(self, source: Tensor, latent: Tensor, k_rope: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys with values, and rotated keys before the rotation, of the tensor group's tokens."""
+        assert self.gathered is not None
+        a = source.shape[1]
+        b = a + self.kv_rank
+        reads = [Reads(self._up_q, 0, a), Reads(self.kv_b, a, b), Reads(None, b)]
+        joined_nTL, q, kv, k_rope = self.gathered(torch.cat((source, latent, k_rope), dim=-1), batch, reads)
+        made_again(
+            "mla_up_proj", partial(GatheredProducts.again, batch=batch, reads=reads), (q, kv, k_rope), joined_nTL
+        )
+        return q, kv, k_rope
+
+    def _heads(self, q: Tensor, kv: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         spec, rows = self.spec, (sequences.batch, sequences.part_length)
-        q = linear(source, *to_q).view(*rows, -1, self.nope_dim + self.rope_dim)
+        q = q.view(*rows, -1, self.nope_dim + self.rope_dim)
         heads = q.shape[2]
-        kv = linear(latent, *to_kv).view(*rows, heads, self.nope_dim + spec.v_head_dim)
+        kv = kv.view(*rows, heads, self.nope_dim + spec.v_head_dim)
         k_nope, v = kv.split((self.nope_dim, spec.v_head_dim), dim=-1)
         k_rope = k_rope.reshape(*rows, 1, self.rope_dim)
         if spec.rope is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dispatch import make_dispatcher
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.experts import Experts
@@ -44,8 +45,9 @@ class Moe(nn.Module):
         """In how many chunks rows travel, one while experts compute another; 1 is all at once."""
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
-        self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)
-        if self.shared is not None:
+        self.shared = None
+        if spec.shared is not None:
+            self.shared = Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp, by_rank=mesh.by_rank)
             self.shared.recompute_word = "shared_experts"
         self.shared_gate = None
         if self.shared is not None and spec.shared_combine != "sum":
@@ -59,7 +61,7 @@ class Moe(nn.Module):
 
     def _run(self, x_TD: Tensor, batch: int) -> tuple[Tensor, ...]:
         routing = self.router(x_TD)
-        if self.chunks > 1:
+        if self.chunks > 1 and cuts_wanted():
             sent = self.dispatcher.start_parts(x_TD, routing.ids_TK, routing.weights_TK, self.chunks)
         else:
             sent = [self.dispatcher.start_dispatch(x_TD, routing.ids_TK, routing.weights_TK)]
