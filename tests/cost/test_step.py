@@ -394,3 +394,14 @@ def test_layers_with_other_windows_have_pieces_of_their_own() -> None:
     pieces = layer_pieces(Workload(model, 8192, 8), layout, load_cluster("h100", 8), RATES)
     cores = [next(piece.forward for piece in pieces[name] if piece.name == "attention.core") for name in names[:2]]
     assert max(cores) > 1.5 * min(cores)
+
+
+@pytest.mark.parametrize(("framework", "times"), [("moesaic", 1), ("megascale", 2)])
+def test_gathered_tokens_are_gathered_again_where_their_norm_is_unless_kept(framework: str, times: int) -> None:
+    """This package's trainer keeps what dispatch brought; its parity tests count what recompute sends."""
+    model, cluster = cut("DeepSeek-V2", 2), load_cluster("h800", 8)
+    table = LayoutTable(ep=8, dispatcher="allgather", recompute=["layernorm"])
+    layout = resolve_layout(table, model, 8, seq_len=4096, global_batch=8)
+    pieces = layer_pieces(Workload(model, 4096, 8), layout, cluster, rates_for(cluster, Stack(framework=framework)))
+    (dispatch,) = (piece for piece in pieces["moe"] if piece.name == "dispatch.rows")
+    assert dispatch.backward_input == pytest.approx(times * dispatch.forward)

@@ -219,6 +219,27 @@ def test_the_run_file_refuses_what_the_trainer_lacks():
         launch_files("run-file", made)
 
 
+UNEVEN = [
+    {"recompute": ["full", "layernorm"], "recompute_method": "block", "recompute_layers": 3},
+    {"recompute": ["full"], "recompute_layers": 2},
+    {"recompute_stages": [["full"], ["moe", "layernorm"]]},
+]
+
+
+@pytest.mark.parametrize("keys", UNEVEN, ids=str)
+def test_recompute_of_some_layers_is_read_back_from_a_run_file_and_refused_elsewhere(keys):
+    made = plan("mixtral-8x7b", 16, pp=2, ep=8, global_batch=64, **keys)
+    run = parse_run(tomllib.loads(launch_files("run-file", made)["run.toml"]))
+    assert resolve_layout(run.layout, run.model_spec(), 16, seq_len=4096, global_batch=64) == made.layout
+    for target in ("torchtitan", "deepspeed", "nanotron"):
+        base = RUNS[target]
+        uneven = plan("mixtral-8x7b", 16, pp=2, ep=8, global_batch=64, **keys).layout
+        fields = ("recompute", "recompute_stages", "recompute_method", "recompute_layers")
+        asked = replace(base.layout, **{field: getattr(uneven, field) for field in fields})
+        with pytest.raises(SpecError, match=r"recompute (by pipeline stage|of [23] layers)"):
+            launch_files(target, replace(base, layout=asked))
+
+
 def test_an_unpublished_model_is_written_into_the_run_file():
     config = {
         "model_type": "mixtral", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,

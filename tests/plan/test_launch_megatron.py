@@ -344,3 +344,17 @@ def test_layouts_that_change_no_number_are_noted():
     )
     assert "# NOTE not expressed: overlap inside operators" in text["train.sh"]
     assert "# NOTE not expressed: a group's score is its best" in text["train.sh"]
+
+
+def test_recompute_of_some_layers_is_written_as_it_is() -> None:
+    def flags(**keys: object) -> str:
+        return " ".join(flag_words(megatron_args(Draft("Megatron-LM"), plan(pp=8, ep=8, recompute=["full"], **keys))))
+
+    assert "--recompute-method block --recompute-num-layers 2" in flags(recompute_method="block", recompute_layers=2)
+    assert "--recompute-method uniform --recompute-num-layers 4" in flags(recompute_layers=4)
+    assert "--recompute-method uniform --recompute-num-layers 1" in flags()
+
+
+def test_recompute_by_stage_is_refused() -> None:
+    with pytest.raises(SpecError, match="recompute by pipeline stage"):
+        megatron_args(Draft("Megatron-LM"), plan(pp=8, ep=8, recompute_stages=[["full"]] * 4 + [[]] * 4))

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.spec.errors import SpecError
-from moesaic.spec.stages import Stage, default_stages, expand, parse_stages, stages_text
+from moesaic.spec.legal import Sizes, stage_rules, stages_of
+from moesaic.spec.stages import Recompute, Stage, Unit, default_stages, expand, parse_stages, stages_text
+from moesaic.spec.tables import LayoutTable
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,26 @@ def test_strings_read_back(sizes: list[int], mtp: int, behind: int) -> None:
     assert [len(stage.layers) for stage in stages] == counts
     assert [stage.mtp for stage in stages] == [i == at and mtp > 0 for i in range(len(counts))]
     assert parse_stages(stages_text(stages, mtp), layers, mtp) == stages
+
+
+def test_which_layers_full_recomputes() -> None:
+    layers, words = (4, 5, 6), ("layernorm", "full")
+    each = Recompute.of(layers, words, "uniform", 1)
+    assert each == Recompute((Unit((4,), words), Unit((5,), words), Unit((6,), words)), words)
+    block = Recompute.of(layers, words, "block", 2)
+    rest = ("layernorm",)
+    assert block == Recompute((Unit((4,), words), Unit((5,), words), Unit((6,), rest)), rest)
+    pairs = Recompute.of(layers, ("full",), "uniform", 2)
+    assert pairs == Recompute((Unit((4, 5), ("full",)), Unit((6,), ("full",))), ())
+    assert Recompute.of((), words, "block", 2) == Recompute((), rest)
+
+
+def test_sets_belong_to_pipeline_ranks() -> None:
+    """Four virtual stages on two ranks: the first and the third are rank 0's."""
+    keys = {"pp": 2, "virtual_stages": 2, "recompute_stages": [["full"], []]}
+    sizes = Sizes("t", 4, 0, (2,), (2,), (), (), (), 0)
+    stages = stages_of(2, LayoutTable.model_validate(keys), sizes)
+    said = [stage.recompute.units[0].words for stage in stages if stage.recompute is not None]
+    assert said == [("full",), (), ("full",), ()]
+    (rule,) = stage_rules(4, LayoutTable.model_validate(keys | {"pp": 4, "virtual_stages": 1}), sizes)
+    assert "recompute_stages has 2 lists, but layout.pp is 4" in rule

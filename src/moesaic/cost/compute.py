@@ -364,8 +364,9 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     per_rank = rates.copy_per_rank > 0
     sent = dispatch(m.own * imbalance(spec, work, c), hidden, m.item, choice, c, m.groups, copy_per_rank=per_rank)
     send, order = _row_moves(router.top_k, total, machine)
-    # Where norms are recomputed, what was gathered of their outputs is gathered again (MegaScale-MoE, Fig. 8b).
-    again = 1 + np.where(gathered, np.maximum(rates.regather, c.recomputes("layernorm")), 0.0)
+    # Where norms are recomputed, what was gathered of their outputs may be gathered again (MegaScale-MoE, Fig. 8b).
+    regather = np.maximum(rates.regather, rates.regather_norms * c.recomputes("layernorm"))
+    again = 1 + np.where(gathered, regather, 0.0)
     # Where network cards need the host, each exchange has a cost, and each row that a kernel sends on its own.
     crossing = np.asarray(sent.network) / (m.item * hidden)
     late = np.where(crossing > 0, rates.exchange_seconds + np.where(fused, crossing * rates.row_seconds, 0.0), 0.0)

@@ -19,7 +19,7 @@ import numpy as np
 
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import LayerSpec, ModelSpec
-from moesaic.spec.stages import Stage
+from moesaic.spec.stages import Stage, Unit
 
 from .activations import backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
 from .habits import MEGATRON, Habits
@@ -127,6 +127,9 @@ class _Ranks:
     """[positions, kinds]: kinds times micro-batches held, for each position of a rank's window."""
     first: Ints
     """[ranks]: where each rank's positions start in `flight`."""
+    freed: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] | None
+    """Of each rank, its kinds in backward, each with those whose backward is over; None where all layers keep alike, so
+    that the last one's backward needs most."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,10 @@ class _Anatomy:
     """Kind of each decoder layer."""
     blocks: tuple[int, ...]
     """Kind of each prediction block."""
+    of_unit: tuple[tuple[Unit, int], ...]
+    """Kind of each unit of layers whose stage says what it computes again."""
+    of_block: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+    """Kinds of the prediction blocks on such a stage, by its words."""
     count: int
     """Kinds in all, PARTS among them as the last."""
     tied: bool
@@ -152,41 +159,88 @@ class _Kinds:
     def __init__(self, work: Workload, columns: Columns, habits: Habits) -> None:
         model, self.work, self.columns, self.habits = work.model, work, columns, habits
         blocks = model.mtp if work.mtp else ()
-        self.layers, places = distinct_layers((*model.layers, *blocks))
-        self.blocks = places[len(model.layers) :]
+        layers, places = distinct_layers((*model.layers, *blocks))
+        # A kind is layers that backward treats as one, most often a single one, and what it computes again of them.
+        self.layers: list[tuple[LayerSpec, ...]] = [(layer,) for layer in layers]
+        self.words: list[tuple[str, ...] | None] = [None] * len(layers)
+        decoder, self.blocks = places[: len(model.layers)], places[len(model.layers) :]
+        units: dict[Unit, int] = {}
+        of_block: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for stage in (stage for stages in columns.stage_lists for stage in stages):
+            if stage.recompute is not None:
+                for unit in stage.recompute.units:
+                    units[unit] = self._kind([layers[decoder[layer]] for layer in unit.layers], unit.words)
+                others = stage.recompute.others
+                of_block[others] = tuple(self._kind([layer], others) for layer in blocks)
         self.parts = {name: len(self.layers) + place for place, name in enumerate(PARTS)}
         self.count = len(self.layers) + len(PARTS)
         self.anatomy = _Anatomy(
-            tuple(places[: len(model.layers)]), tuple(self.blocks), self.count, model.tied_embeddings
+            tuple(decoder),
+            tuple(self.blocks),
+            tuple(units.items()),
+            tuple(of_block.items()),
+            self.count,
+            model.tied_embeddings,
         )
-        self.tables = [layer_kept(model, layer, work, columns, habits) for layer in self.layers]
-        self.tables += [
-            [],
-            [],
-            head_kept(model, work, columns, habits),
-            mtp_kept(model, work, columns, habits) if blocks else [],
+        last = columns.of_the_last()
+        self.of_kind = [columns.recomputing(words) for words in self.words] + [last] * len(PARTS)
+        each = [
+            [layer_kept(model, layer, work, here, habits) for layer in one]
+            for one, here in zip(self.layers, self.of_kind, strict=False)
         ]
-        local = [layer_local(model, layer, columns) for layer in self.layers]
-        local += [part_local(model, part, columns, habits) for part in PARTS]
-        held = [states(one, work, columns, habits) for one in local]
+        behind = mtp_kept(model, work, last, habits) if blocks else []
+        each += [[[]], [[]], [head_kept(model, work, last, habits)], [behind]]
+        # Of layers that are computed again together only the first one's input is kept.
+        self.tables = [tables[0] if len(tables) == 1 else [r for r in tables[0] if r.always] for tables in each]
+        local = [[layer_local(model, layer, columns) for layer in one] for one in self.layers]
+        local += [[part_local(model, part, columns, habits)] for part in PARTS]
+        held = [[states(one, work, columns, habits) for one in several] for several in local]
+        self.weights = np.stack([sum(one.weights for one in several) for several in held], axis=1)
+        self.gradients = np.stack([sum(one.gradients for one in several) for several in held], axis=1)
+        self.optimizer = np.stack([sum(one.optimizer for one in several) for several in held], axis=1)
         zeros = np.zeros(len(columns))
-        self.weights = np.stack([one.weights for one in held], axis=1)
-        self.gradients = np.stack([one.gradients for one in held], axis=1)
-        self.optimizer = np.stack([one.optimizer for one in held], axis=1)
-        self.kept = np.stack([sum((row.left(columns) for row in table), zeros) for table in self.tables], axis=1)
-        has = [has_experts(layer) for layer in self.layers] + [False] * len(PARTS)
-        parts_of_layers = [table if place < len(self.layers) else [] for place, table in enumerate(self.tables)]
-        self.away = np.stack(
-            [offloaded(table, each, columns) for table, each in zip(parts_of_layers, has, strict=True)], axis=1
+        self.kept = np.stack(
+            [
+                sum((row.left(here) for row in table), zeros)
+                for table, here in zip(self.tables, self.of_kind, strict=True)
+            ],
+            axis=1,
         )
-        whole = np.stack([sum((row.bytes for row in table), zeros) for table in self.tables], axis=1)
-        extra = [backward_extra(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
-        # Dropped tensors are there again while their layer's backward runs.
-        self.extra = whole - self.kept + np.stack(extra, axis=1)
-        self.gathered = np.stack([one.gathered for one in held], axis=1)
+        has = [any(has_experts(layer) for layer in one) for one in self.layers] + [False] * len(PARTS)
+        self.grouped = np.array(has)
+        self.away = np.stack(
+            [
+                offloaded(table if place < len(self.layers) else [], has[place], here)
+                for place, (table, here) in enumerate(zip(self.tables, self.of_kind, strict=True))
+            ],
+            axis=1,
+        )
+        # Dropped tensors are there again while their layer's backward runs, and those of the layers before it that are
+        # computed again with it.
+        peaks = []
+        for place, tables in enumerate(each):
+            there, most = zeros, []
+            for number, table in enumerate(tables):
+                there = there + sum((row.bytes for row in table), zeros)
+                layer = self.layers[place][number] if place < len(self.layers) else None
+                here = self.of_kind[place]
+                most.append(there + (0 if layer is None else backward_extra(model, layer, work, here, habits)))
+            peaks.append(np.maximum.reduce(most))
+        self.extra = np.stack(peaks, axis=1) - self.kept
+        self.gathered = np.stack([np.maximum.reduce([one.gathered for one in several]) for several in held], axis=1)
         self._vocabulary(model, work, columns, habits)
         self._dispatch_buffers(model, work, columns, habits)
         self._shapes(model, columns, habits)
+
+    def _kind(self, layers: list[LayerSpec], words: tuple[str, ...]) -> int:
+        """The place of `layers` with `words` among the kinds."""
+        wanted = tuple(layers)
+        for place, (known, of) in enumerate(zip(self.layers, self.words, strict=True)):
+            if known == wanted and of == words:
+                return place
+        self.layers.append(wanted)
+        self.words.append(words)
+        return len(self.layers) - 1
 
     def _vocabulary(self, model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> None:
         """Two moments: the loss's backward, with all copies of the logits there are; and the head's, with the gradient
@@ -200,7 +254,7 @@ class _Kinds:
             self.logits = one
             self.head_extra = losses * (weights + inputs) + 2 * inputs * columns.tp
             return
-        waiting = np.where(columns.recomputes("loss"), 0, losses - 1) * one
+        waiting = np.where(columns.of_the_last().recomputes("loss"), 0, losses - 1) * one
         self.logits = waiting + one
         stand_in = weights if habits.placeholders else 0.0
         head = waiting + a * rows * tokens + 2 * inputs * columns.tp + stand_in
@@ -216,14 +270,13 @@ class _Kinds:
 
     def _shapes(self, model: ModelSpec, columns: Columns, habits: Habits) -> None:
         shapes: dict[tuple[object, ...], tuple[int, str]] = {}
-        found = [weight_shapes(model, layer) for layer in self.layers]
+        found = [{k: v for layer in one for k, v in weight_shapes(model, layer).items()} for one in self.layers]
         for one in found:
             shapes.update(one)
         cuts = {"tp": columns.tp, "etp": columns.etp, "": np.ones(len(columns), np.int64)}
         sizes = [values * value_bytes(self.work.precision) / cuts[cut] for values, cut in shapes.values()]
         self.placeholders = np.stack(sizes, axis=1) if habits.placeholders else np.zeros((len(columns), len(shapes)))
         self.has_shape = np.array([[shape in one for shape in shapes] for one in found] + [[False] * len(shapes)] * 4)
-        self.grouped = np.array([has_experts(layer) for layer in self.layers] + [False] * len(PARTS))
 
     def by_module(self, once: Ints) -> dict[str, float]:
         """Bytes by module of the first layout that one micro-batch keeps on the kinds counted in `once`."""
@@ -231,7 +284,7 @@ class _Kinds:
         for kind, table in enumerate(self.tables):
             if once[kind]:
                 for row in table:
-                    size = float(row.left(self.columns)[0]) * int(once[kind])
+                    size = float(row.left(self.of_kind[kind])[0]) * int(once[kind])
                     modules[row.module] = modules.get(row.module, 0.0) + size
         return {module: size for module, size in modules.items() if size}
 
@@ -246,7 +299,7 @@ class _Kinds:
         buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
         # Two parts are gathered at a time: the one that computes and the one after it.
         buffers = buffers + _largest(self.gathered[rows], present) * 2
-        layer_peak = _largest(self.extra[rows], present)
+        layer_peak = self._layer_peak(rows, ranks)
         logits = self.logits[rows, None] * head
         head_peak = logits + self.head_extra[rows, None] * head
         at_head = head_peak > layer_peak
@@ -257,6 +310,15 @@ class _Kinds:
         overhead = self.habits.reserved_share * allocated + self.habits.context + outside
         values = (weights, gradients, optimizer, activations, logits, buffers, overhead, allocated + overhead)
         return dict(zip((*_NAMES, "total"), values, strict=True))
+
+    def _layer_peak(self, rows: Ints, ranks: _Ranks) -> Floats:
+        """Most bytes [n, ranks] that the backward of a layer needs beyond what is kept, less what is not kept any more
+        by then."""
+        if ranks.freed is None:
+            return _largest(self.extra[rows], ranks.holds > 0)
+        extra, here = self.extra[rows], (self.kept - self.away)[rows]
+        found = [[extra[:, kind] - here[:, over].sum(axis=1) for kind, over in rank] for rank in ranks.freed]
+        return np.stack([np.maximum.reduce([np.zeros(len(rows)), *each]) for each in found], axis=1)
 
     def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
         """Kept bytes [n, ranks] at the worst position of each rank's window. Of what is offloaded two layers' worth
@@ -337,19 +399,44 @@ def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, m
         flight.append(distinct)
         first.append(at)
         at += len(distinct)
-    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64))
+    freed = None
+    if any(stage.recompute is not None for stage in stages):
+        both = schedule == _DUALPIPE
+        freed = tuple(
+            tuple(each for stage in _of_rank(stages, rank, pp, both) for each in _over(_in_order(kinds, stage)))
+            for rank in range(pp)
+        )
+    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64), freed)
+
+
+def _of_rank(stages: tuple[Stage, ...], rank: int, pp: int, both: bool) -> tuple[Stage, ...]:
+    """The virtual stages of a pipeline rank; with `both` also those of the rank as far from the other end."""
+    return (*stages[rank::pp], *(stages[pp - 1 - rank :: pp] if both else ()))
+
+
+def _over(order: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Each of some kinds in order of forward, with those after it."""
+    return tuple((kind, order[place + 1 :]) for place, kind in enumerate(order))
+
+
+def _in_order(kinds: _Anatomy, stage: Stage) -> tuple[int, ...]:
+    """Kinds of a virtual stage's layers and prediction blocks, in order of forward."""
+    blocks = kinds.blocks if stage.mtp else ()
+    if stage.recompute is None:
+        return (*(kinds.of_layer[layer] for layer in stage.layers), *blocks)
+    of = dict(kinds.of_unit)
+    if blocks:
+        blocks = dict(kinds.of_block)[stage.recompute.others]
+    return (*(of[unit] for unit in stage.recompute.units), *blocks)
 
 
 def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:
     """[kinds] layers of each kind and parts on one virtual stage."""
-    held = np.array([kinds.of_layer[layer] for layer in stage.layers], np.int64)
-    counts = np.bincount(held, minlength=kinds.count)
+    counts = np.bincount(np.array(_in_order(kinds, stage), np.int64), minlength=kinds.count)
     if stage.embed:
         counts[kinds.parts["embedding"]] += 1
-    if stage.mtp and kinds.blocks:
+    if stage.mtp:
         counts[kinds.parts["mtp"]] += len(kinds.blocks)
-        for block in kinds.blocks:
-            counts[block] += 1
     if stage.head:
         counts[kinds.parts["head"]] += 1
         counts[kinds.parts["loss"]] += 1

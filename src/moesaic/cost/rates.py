@@ -138,6 +138,9 @@ class Rates:
     regather: float = 1.0
     """1 where backward gathers again what forward gathered, instead of keeping it (Megatron's sequence parallelism,
     MegaScale-MoE's Fig. 8), 0 where it is kept."""
+    regather_norms: float = 1.0
+    """1 where tokens gathered for experts are dropped, and gathered again, when the norm before them is recomputed
+    (MegaScale-MoE's Fig. 8b), 0 where they are kept as they came."""
     merge_shared: float = 0.0
     """1 where a shared expert takes the rows that dispatch gathers over the same ranks, 0 where it gathers its own."""
     copy_per_rank: float = 0.0
@@ -238,7 +241,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     if stack.framework == "megascale":
         rates = replace(rates, **_MEGASCALE)
     if stack.framework == "moesaic":
-        rates = replace(rates, copy_per_rank=1.0, regather=0.0, host_update=0.0)
+        rates = replace(rates, copy_per_rank=1.0, regather=0.0, regather_norms=0.0, host_update=0.0)
     if stack.graphs:
         rates = replace(
             rates,

@@ -22,7 +22,8 @@ _WHY = {
 
 def freed_bytes(layout: Layout, model: ModelSpec, seq_len: int) -> dict[str, float]:
     """Bytes that each word of `layout.recompute` frees beside the others, over all layers and one micro-batch, on a
-    rank that held them all. Of two words that drop the same, neither frees anything beside the other."""
+    rank that held them all and recomputed them alike. Of two words that drop the same, neither frees anything beside
+    the other."""
     columns = Columns.of([layout, *(_without(layout, word) for word in layout.recompute)])
     work = Workload(model, seq_len, layout.micro_batch * layout.dp)
     rows = [row for layer in (*model.layers, *model.mtp) for row in layer_kept(model, layer, work, columns, MOESAIC)]
@@ -31,7 +32,20 @@ def freed_bytes(layout: Layout, model: ModelSpec, seq_len: int) -> dict[str, flo
 
 
 def idle_words(layout: Layout, model: ModelSpec, seq_len: int) -> Iterator[str]:
-    """A sentence for each word of `layout.recompute` that frees nothing."""
+    """A sentence for each word of `layout.recompute` that frees nothing on any layer."""
+    idle: dict[str, str] = {}
+    useful: set[str] = set()
+    for words in _sets(layout):
+        found = dict(_idle(replace(layout, recompute=words), model, seq_len))
+        useful |= set(words) - set(found)
+        idle = found | idle
+    for word in layout.recompute:
+        if word in idle and word not in useful:
+            yield f"layout.recompute {word!r} frees nothing here: {idle[word]}."
+
+
+def _idle(layout: Layout, model: ModelSpec, seq_len: int) -> Iterator[tuple[str, str]]:
+    """Each word that frees nothing, and why."""
     others = set(layout.recompute)
     for word, size in freed_bytes(layout, model, seq_len).items():
         if size > 0 or word == "full":
@@ -41,7 +55,15 @@ def idle_words(layout: Layout, model: ModelSpec, seq_len: int) -> Iterator[str]:
             why = "full drops everything in a layer"
         elif word == "shared_experts" and "moe" in others:
             why = "moe drops it"
-        yield f"layout.recompute {word!r} frees nothing here: {why}."
+        yield word, why
+
+
+def _sets(layout: Layout) -> list[tuple[str, ...]]:
+    """The different sets of words that layers have."""
+    found = dict.fromkeys(
+        unit.words for stage in layout.stages if stage.recompute is not None for unit in stage.recompute.units
+    )
+    return list(found) or [layout.recompute]
 
 
 def _without(layout: Layout, word: str) -> Layout:

@@ -9,7 +9,7 @@ of layers, never over layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from moesaic.spec.cluster import ClusterSpec
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import LayerSpec, ModelSpec
-from moesaic.spec.stages import Stage
+from moesaic.spec.stages import Stage, Unit
 
 from .activations import layer_kept
 from .compute import CAUSES, LayerOps, Machine, Op, embedding_ops, head_ops, layer_ops, mtp_ops
@@ -86,8 +86,9 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
         SpecError: the accelerator has no matmuls of the workload's precision.
     """
     machine = Machine.of(work, columns, cluster, rates)
-    layers, counts, times = _model(work, columns)
-    kinds = [_kind(ops, machine) for ops in _kinds(layers, machine)]
+    layers, words, counts, times = _model(work, columns)
+    machines = _machines(machine, layers, words)
+    kinds = [_kind(_ops(layer, here), here) for layer, here in zip(layers, machines, strict=True)]
 
     def of_rank(name: str) -> Floats:  # [N, ranks]
         return np.einsum("nrk,nk->nr", counts, np.stack([getattr(kind, name) for kind in kinds], 1))
@@ -118,7 +119,7 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
     data, under = _data(dense, expert, machine, micro, forward[at, slowest], backward[at, slowest])
     optimizer, offload = _optimizer(dense, expert, machine)
     if columns.offloads("activations").any():
-        away = [_activation_copies(layer, kind, machine) for layer, kind in zip(layers, kinds, strict=True)]
+        away = [_activation_copies(*each) for each in zip(layers, kinds, machines, strict=True)]
         offload = offload + micro * np.einsum("nk,nk->n", mine, np.stack(away, 1))
     parts["host"] = parts["host"] + rates.step_seconds
     total = sum(parts.values()) + bubble + pipeline + data + optimizer + offload
@@ -138,27 +139,41 @@ def _signature(layer: LayerSpec) -> tuple[object, ...]:
     return attention, layer.mlp, layer.moe
 
 
-def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Floats, Floats]:
-    """Kinds of layers, counts [N, ranks, kinds] of each on the distinct ranks of a layout, and how many ranks
-    [N, ranks] are like that."""
+Words = tuple[str, ...] | None
+
+
+def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], list[Words], Floats, Floats]:
+    """Kinds of layers and what is computed again of them (None: what the layout says), counts [N, ranks, kinds] of each
+    on the distinct ranks of a layout, and how many ranks [N, ranks] are like that."""
     model = work.model
-    kinds: dict[tuple[object, ...], int] = {}
+    kinds: dict[tuple[object, Words], int] = {}
     layers: list[LayerSpec | str] = []
-    place = []
-    for layer in model.layers:
-        key = _signature(layer)
+
+    def place(layer: LayerSpec, words: Words) -> int:
+        key = _signature(layer), words
         if key not in kinds:
             kinds[key] = len(layers)
             layers.append(layer)
-        place.append(kinds[key])
+        return kinds[key]
+
+    plain = [place(layer, None) for layer in model.layers]
+    of_unit = {
+        unit: [place(model.layers[layer], unit.words) for layer in unit.layers]
+        for stages in columns.stage_lists
+        for stage in stages
+        if stage.recompute is not None
+        for unit in stage.recompute.units
+    }
+    words = [of for _, of in kinds]
     layers += ["embedding", "head"]
     if model.mtp and work.mtp:
         layers.append("mtp")
+    words += [None] * (len(layers) - len(words))
     # One list of virtual stages may be cut into ranks in several ways: 4·1 and 2·2 ranks and chunks are alike.
     both = columns.schedule == _DUALPIPE
     keys, which = np.unique(np.stack([columns.stages, columns.pp, both], 1), axis=0, return_inverse=True)
     tables = [
-        _ranks(columns.stage_lists[index], int(pp), bool(two), place, len(layers), model, work.mtp)
+        _ranks(columns.stage_lists[index], int(pp), bool(two), plain, of_unit, len(layers), model, work.mtp)
         for index, pp, two in keys.tolist()
     ]
     most = max((len(table) for table, _ in tables), default=1)
@@ -166,11 +181,18 @@ def _model(work: Workload, columns: Columns) -> tuple[list[LayerSpec | str], Flo
     for index, (table, often) in enumerate(tables):
         counts[index, : len(table)], times[index, : len(table)] = table, often
     which = which.reshape(-1)
-    return layers, counts[which], times[which]
+    return layers, words, counts[which], times[which]
 
 
 def _ranks(
-    stages: tuple[Stage, ...], pp: int, both: bool, place: list[int], kinds: int, model: ModelSpec, mtp: bool
+    stages: tuple[Stage, ...],
+    pp: int,
+    both: bool,
+    place: list[int],
+    of_unit: dict[Unit, list[int]],
+    kinds: int,
+    model: ModelSpec,
+    mtp: bool,
 ) -> tuple[Floats, Floats]:
     """Distinct rows of layers by kind that one micro-batch passes on each of the `pp` ranks, and how often each stands.
     With `both` (DualPipe) a rank has its own stage and the one as far from the other end, and half of the micro-batches
@@ -179,8 +201,11 @@ def _ranks(
     decoder = kinds - 2 - (1 if model.mtp and mtp else 0)
     for number, stage in enumerate(stages):
         row = rows[number % pp]
-        for layer in stage.layers:
-            row[place[layer]] += 1
+        here = [place[layer] for layer in stage.layers]
+        if stage.recompute is not None:
+            here = [kind for unit in stage.recompute.units for kind in of_unit[unit]]
+        for kind in here:
+            row[kind] += 1
         row[decoder] += stage.embed
         row[decoder + 1] += stage.head
         if stage.mtp and model.mtp and mtp:
@@ -191,18 +216,24 @@ def _ranks(
     return unique, often.astype(np.float64)
 
 
-def _kinds(layers: list[LayerSpec | str], machine: Machine) -> list[LayerOps]:
-    made = []
-    for layer in layers:
-        if layer == "embedding":
-            made.append(embedding_ops(machine))
-        elif layer == "head":
-            made.append(head_ops(machine))
-        elif isinstance(layer, str):
-            made.append(mtp_ops(machine.work.model.mtp[0], machine))
-        else:
-            made.append(layer_ops(layer, machine))
-    return made
+def _machines(machine: Machine, layers: list[LayerSpec | str], words: list[Words]) -> list[Machine]:
+    """The machine with what each kind computes again."""
+    columns = machine.columns
+    last = columns.of_the_last()
+    here = [
+        last if isinstance(layer, str) else columns.recomputing(of) for layer, of in zip(layers, words, strict=True)
+    ]
+    return [machine if each is columns else replace(machine, columns=each) for each in here]
+
+
+def _ops(layer: LayerSpec | str, machine: Machine) -> LayerOps:
+    if layer == "embedding":
+        return embedding_ops(machine)
+    if layer == "head":
+        return head_ops(machine)
+    if isinstance(layer, str):
+        return mtp_ops(machine.work.model.mtp[0], machine)
+    return layer_ops(layer, machine)
 
 
 # ---------------------------------------------------------------- one kind of layer

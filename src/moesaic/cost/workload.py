@@ -144,6 +144,23 @@ class Columns:
             wanted |= bits(RECOMPUTE, ("moe",))
         return (self.recompute & wanted) != 0
 
+    def recomputing(self, words: Sequence[str] | None) -> Columns:
+        """The same layouts with `words` computed again; None: with their own."""
+        if words is None:
+            return self
+        return replace(self, recompute=np.full(len(self), bits(RECOMPUTE, words), np.int64))
+
+    def of_the_last(self) -> Columns:
+        """The same layouts with what they compute again of prediction blocks, head and loss."""
+        last = [
+            next((s.recompute for s in stages if s.recompute is not None and (s.mtp or s.head)), None)
+            for stages in self.stage_lists
+        ]
+        if not any(last):
+            return self
+        said = np.array([-1 if each is None else bits(RECOMPUTE, each.others) for each in last], np.int64)[self.stages]
+        return replace(self, recompute=np.where(said < 0, self.recompute, said))
+
     def overlaps(self, what: str) -> Bools:
         """Which layouts run `what` of OVERLAP at the same time as something else."""
         return (self.overlap & bits(OVERLAP, (what,))) != 0

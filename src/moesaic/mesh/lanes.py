@@ -9,7 +9,7 @@ combine, and backward B: combine', experts', dispatch', attention', the order is
 
 so each message travels under computation of the other lane (as DualPipe pairs them, arXiv 2412.19437, section 3.2.1).
 
-What is left to do at any time, such as weight gradients, may fill what remains of a wait: see `filling`.
+What can be done at any time, such as weight gradients, may fill what remains of a wait: see `filling`.
 
 On an accelerator autograd runs backward functions on threads of its own. Whoever is about to wait acts for the lane
 that has the baton, whatever its thread, which is right as long as one lane at most runs backward.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from moesaic.model.layer import Layer
 from moesaic.model.losses import IGNORED, NO_WEIGHTS, LossParts, LossWeights, routing_losses
 from moesaic.model.mtp import MtpBlock, ahead, mtp_labels
 from moesaic.model.norms import make_norm
+from moesaic.model.recompute import run_again
 from moesaic.model.router import Router, Routing
 from moesaic.model.sequences import Sequences
 from moesaic.model.vocabulary import Embedding, Head, head_loss
@@ -100,7 +102,24 @@ class Decoder(nn.Module):
             self.head = Head(spec, dtype=dtype, device=device, split=mesh.tp)
         blocks = spec.mtp if any(stage.mtp for stage in here) else ()
         self.mtp = nn.ModuleList(MtpBlock(layer, spec, dtype=dtype, device=device, mesh=mesh) for layer in blocks)
+        self.units: dict[int, tuple[tuple[int, ...], ...]] = {
+            index: self._units(stage) for index, stage in self.stages.items()
+        }
+        """Of each stage the layers that run together: more than one where backward runs them again together."""
         self.cuts = {name: cut_of(parameter) for name, parameter in self.named_parameters()}
+
+    def _units(self, stage: Stage) -> tuple[tuple[int, ...], ...]:
+        """Tells layers what they compute again where that is not the same for all."""
+        if stage.recompute is None:
+            return tuple((i,) for i in stage.layers)
+        for unit in stage.recompute.units:
+            for i in unit.layers:
+                self.layers[i].recompute = frozenset(unit.words if len(unit.layers) == 1 else ())
+        for block in self.mtp if stage.mtp else ():
+            layer = block.get_submodule("layer")
+            assert isinstance(layer, Layer)
+            layer.recompute = frozenset(stage.recompute.others)
+        return tuple(unit.layers for unit in stage.recompute.units)
 
     def init_weights(self, seed: int, *, scale_residual: bool = False) -> None:
         """Random weights: normal with the model's `init_std`, norms 1, biases 0; see `init.init_weights`.
@@ -132,7 +151,8 @@ class Decoder(nn.Module):
     def hidden(self, ids_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
         """Token ids [B, S] to hidden states [T, D] after the final norm, in one process."""
         sequences = Sequences.of(ids_BS, positions_BS, documents_BS)
-        x_TD = self._run_layers(self._first(ids_BS, sequences), range(len(self.layers)), sequences, [])
+        units = [(i,) for i in range(len(self.layers))]
+        x_TD = self._run_layers(self._first(ids_BS, sequences), units, sequences, [])
         assert self.norm is not None
         return self.norm(x_TD)  # type: ignore[no-any-return]
 
@@ -188,7 +208,7 @@ class Decoder(nn.Module):
         ahead_TD: list[Tensor] = []
         if x.dim() == 3:
             x, *ahead_TD = x.unbind(0)
-        x = self._run_layers(x, stage.layers, sequences, routings)
+        x = self._run_layers(x, self.units[index], sequences, routings)
         if index == self.norm_stage:
             assert self.norm is not None
             x = self.norm(x)
@@ -232,12 +252,19 @@ class Decoder(nn.Module):
         return x_TD if self.positions is None else x_TD + self._learned_positions(sequences)
 
     def _run_layers(
-        self, x_TD: Tensor, indices: Iterable[int], sequences: Sequences, routings: list[tuple[Router, Routing]]
+        self, x_TD: Tensor, units: Iterable[Sequence[int]], sequences: Sequences, routings: list[tuple[Router, Routing]]
     ) -> Tensor:
-        for i in indices:
-            layer = self.layers[i]
-            x_TD, routing = layer(x_TD, sequences)
-            self._note(layer, routing, sequences, routings)
+        for unit in units:
+            layers = [self.layers[i] for i in unit]
+            if len(layers) == 1:
+                x_TD, routing = layers[0](x_TD, sequences)
+                self._note(layers[0], routing, sequences, routings)
+                continue
+            x_TD, *parts = run_again(partial(_in_a_row, layers, sequences), x_TD)
+            for layer in layers:
+                if layer.moe is not None:
+                    self._note(layer, Routing(*parts[:3]), sequences, routings)
+                    del parts[:3]
         return x_TD
 
     def _note(
@@ -318,3 +345,12 @@ class Decoder(nn.Module):
             labels = mtp_labels(micro.labels_BS, depth, micro.sequences.documents)
             losses.append(self._cross_entropy(x_TD, micro.sequences.own(labels), scale)[0])
         return torch.stack(losses).mean()
+
+
+def _in_a_row(layers: Sequence[Layer], sequences: Sequences, x_TD: Tensor) -> tuple[Tensor, ...]:
+    """x [T, D] after all `layers`, followed by the three tensors of each routing."""
+    parts: list[Tensor] = []
+    for layer in layers:
+        x_TD, routing = layer(x_TD, sequences)
+        parts += routing or ()
+    return x_TD, *parts

@@ -13,7 +13,7 @@ from moesaic.model.mla import LatentAttention
 from moesaic.model.mlp import Mlp
 from moesaic.model.moe import Moe
 from moesaic.model.norms import make_norm
-from moesaic.model.recompute import droppable_output, recomputing, run_again
+from moesaic.model.recompute import backward_begins_at, droppable_output, recomputing, run_again
 from moesaic.model.router import Routing
 from moesaic.model.sequences import Sequences
 from moesaic.spec.errors import SpecError
@@ -51,6 +51,7 @@ class Layer(nn.Module):
         else:
             with recomputing(self.recompute):
                 x_TD, *parts = self._run(x_TD, sequences)
+                backward_begins_at(x_TD)
         return x_TD, Routing(*parts) if parts else None
 
     def _run(self, x_TD: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:

@@ -3,7 +3,8 @@
 Two ways. A word whose work is cheap drops what its module made: whoever saves such a tensor for its backward gets a
 handle instead, and when the first of them needs it, just before it runs, the work is done again, once for all of them
 (`droppable`, `droppable_output`). Each value goes when its last reader has read it. Nothing that a module communicates
-lies inside such work.
+lies inside such work. So backward that waits for a message may do such work of its layer meanwhile, in the order in
+which it will be read (`make_ahead`).
 
 The words `moe` and `full` run a whole module without a graph, keep its input alone, and run it again in backward, which
 then passes through it (`again`). Communication inside is repeated.
@@ -18,6 +19,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -85,23 +87,30 @@ class _Part:
         """The handles that somebody may still read."""
         return [handle for handle in (each() for each in self.handles) if handle is not None]
 
+    def needs(self) -> _Part | None:
+        """A part that is to be made again before this one."""
+        parts = (packed.part for packed, _ in self.inputs if isinstance(packed, _Handle))
+        return next((part for part in parts if part in _due), None)
+
     def drop_saved(self, tensor: Tensor) -> _Handle:
         """Called for each tensor that the work saves, in order."""
         return _Handle(self, len(self.handles))
 
     def make_again(self) -> None:
         """Give every handle that has not been read its tensor."""
+        _due.pop(self, None)
         inputs = [_saved(packed).detach().requires_grad_(wanted) for packed, wanted in self.inputs]
         saved: list[Tensor] = []
 
         def note(tensor: Tensor) -> None:
             saved.append(tensor.detach())
 
-        if self.inside:
-            with torch.enable_grad(), deferring(self.queue, again=True), saved_tensors_hooks(note, _saved):
-                made = _as_tuple(self.make(*inputs))
-        else:
-            with torch.no_grad():
+        # The pass that this thread may be in the middle of has no say in this one.
+        with _pass(None), torch.set_grad_enabled(self.inside):
+            if self.inside:
+                with deferring(self.queue, again=True), saved_tensors_hooks(note, _saved):
+                    made = _as_tuple(self.make(*inputs))
+            else:
                 made = _as_tuple(self.make(*inputs))
         for handle in self.alive():
             if handle.read:
@@ -112,11 +121,53 @@ class _Part:
                 handle.value = made[handle.index].detach().as_strided(*handle.geometry)
 
 
+class _Parts(weakref.WeakKeyDictionary[_Part, None]):
+    """Parts of one layer in the order of their last readers in forward. Backward reads the last one first."""
+
+    def append(self, part: _Part) -> None:
+        """`part` has one more reader."""
+        self.pop(part, None)
+        self[part] = None
+
+
+_due = _Parts()
+"""What has not been made again of the layer whose backward is going on. One at most is, whatever the thread."""
+
+
+def make_ahead() -> bool:
+    """Make again what backward will read next of the layer that it is in; False if all of that is there.
+
+    To be called where backward waits: what is made stays until it is read, so that at most what one layer has dropped
+    is there at once. A part that is made from another's result is made after it, by another call.
+    """
+    parts = list(_due)
+    if not parts:
+        return False
+    part: _Part | None = parts[-1]
+    while part is not None:
+        first, part = part, part.needs()
+    first.make_again()
+    return True
+
+
+def backward_begins_at(x: Tensor) -> None:
+    """Inside `recomputing`: backward of this layer has begun when it has the gradient of `x`."""
+    scope = _active.scope
+    if scope is not None and x.requires_grad:
+        x.register_hook(partial(_begin_backward, scope.parts))
+
+
+def _begin_backward(parts: _Parts, grad: Tensor) -> None:
+    _due.clear()
+    _due.update(parts)
+
+
 class _Scope:
     """One layer's forward pass: its words, and the tensors made so far that can be made again, by their storages."""
 
     def __init__(self, words: frozenset[str]) -> None:
         self.words, self.keep = words, _active.keep
+        self.parts = _Parts()
         # A weak reference keeps an address from being another storage's while it stands here.
         self.made: dict[int, tuple[_Part, int, torch.dtype, StorageWeakRef]] = {}
 
@@ -125,10 +176,12 @@ class _Scope:
         found = self.made.get(tensor.untyped_storage()._cdata)
         if found is None or found[2] != tensor.dtype:
             return tensor if self.keep is None else self.keep(tensor)
+        self.parts.append(found[0])
         return _Handle(found[0], found[1], (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def add(self, part: _Part, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """`part` makes `outputs`; those that are views of its inputs are nothing new."""
+        self.parts.append(part)
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         for index, output in enumerate(outputs):
             storage = output.untyped_storage()
@@ -253,8 +306,8 @@ class _Again(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _pass(record: _Record) -> Iterator[None]:
-    """A pass of `_Again`; words of the layer around it do not reach inside."""
+def _pass(record: _Record | None) -> Iterator[None]:
+    """A pass of `_Again`, or None; words of the layer around it do not reach inside."""
     before = _active.scope, _active.record
     _active.scope, _active.record = None, record
     try:

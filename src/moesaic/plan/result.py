@@ -144,7 +144,7 @@ def options_text(layout: Layout) -> str:
     if extra:
         words.append("overlap " + "+".join(extra))
     if layout.recompute:
-        words.append("recompute " + "+".join(layout.recompute))
+        words.append("recompute " + _recompute_text(layout))
     if layout.offload:
         words.append("offload " + "+".join(layout.offload))
     return ", ".join(words)
@@ -213,3 +213,12 @@ WORDS = {
     "offload": "copies to the host",
 }
 """What the parts of a step are called in sentences."""
+
+
+def _recompute_text(layout: Layout) -> str:
+    sets = layout.recompute_stages or (layout.recompute,)
+    text = " | ".join("+".join(each) or "nothing" for each in sets)
+    count = layout.recompute_layers
+    if layout.recompute_method == "block":
+        return f"{text} (full: {count} a stage)"
+    return text if count == 1 else f"{text} (full: {count} together)"

@@ -19,7 +19,17 @@ from .errors import SpecError, nearest
 from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, option_rules, stages_of
 from .model import ModelSpec
 from .nearest import refuse
-from .options import COMPRESSION, INSIDE_CHUNKS, OFFLOAD, OFFLOAD_BLOCKS, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words
+from .options import (
+    COMPRESSION,
+    INSIDE_CHUNKS,
+    OFFLOAD,
+    OFFLOAD_BLOCKS,
+    OVERLAP,
+    RECOMPUTE,
+    RECOMPUTE_SETS,
+    recompute_words,
+    words,
+)
 from .stages import Stage
 from .tables import LayoutTable
 
@@ -93,7 +103,14 @@ class Layout:
     experts_ep: tuple[tuple[int, int], ...]
     """(experts, expert-parallel degree) of every expert count that the model's layers have."""
     recompute: tuple[str, ...] = ()
-    """Modules computed again in backward instead of kept (the names of `cost.workload.RECOMPUTE`)."""
+    """Modules computed again in backward instead of kept (the names of `cost.workload.RECOMPUTE`). Where layers or
+    stages differ, all that any of them does; `Stage.recompute` says which does what."""
+    recompute_stages: tuple[tuple[str, ...], ...] = ()
+    """The same by pipeline rank, where those differ."""
+    recompute_method: str = "uniform"
+    """`uniform` or `block`: which layers `full` recomputes."""
+    recompute_layers: int = 1
+    """Layers recomputed together (`uniform`), or recomputed at all on each virtual stage (`block`)."""
     overlap: tuple[str, ...] = ()
     """What runs at the same time (the names of `cost.workload.OVERLAP`)."""
     offload: tuple[str, ...] = ()
@@ -285,7 +302,10 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
         order=table.order,
         stages=stages_of(degrees.pp, table, sizes),
         experts_ep=tuple((count, math.gcd(degrees.ep, count)) for count in sizes.experts),
-        recompute=words(table.recompute, RECOMPUTE, RECOMPUTE_SETS),
+        recompute=recompute_words(table),
+        recompute_stages=tuple(words(each, RECOMPUTE, RECOMPUTE_SETS) for each in table.recompute_stages),
+        recompute_method=table.recompute_method,
+        recompute_layers=table.recompute_layers or 1,
         overlap=words(table.overlap, OVERLAP),
         offload=words(table.offload, OFFLOAD),
         offload_fraction=table.offload_fraction,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .model import ModelSpec
-from .options import OVERLAP, RECOMPUTE, RECOMPUTE_SETS, words, words_rules
-from .stages import Stage, default_stages, expand, parse_stages
+from .options import OVERLAP, RECOMPUTE, RECOMPUTE_SETS, recompute_words, words, words_rules
+from .stages import Recompute, Stage, default_stages, expand, parse_stages
 from .tables import LayoutTable
 
 
@@ -152,7 +152,7 @@ def option_rules(table: LayoutTable) -> Iterator[str]:
             f'gradients when backward ends, before zero_bubble has made them: use sharding "none" or another schedule'
         )
     yield from _overlap_rules(table)
-    if "core_attn" in words(table.recompute, RECOMPUTE, RECOMPUTE_SETS) and table.cp > 1 and table.cp_kind == "ring":
+    if "core_attn" in recompute_words(table) and table.cp > 1 and table.cp_kind == "ring":
         yield (
             'layout.recompute has "core_attn" and layout.cp_kind is "ring", but keys and values would go around once '
             'more: use cp_kind "ulysses" or leave "core_attn" out'
@@ -188,6 +188,11 @@ def _overlap_rules(table: LayoutTable) -> Iterator[str]:
 def stage_rules(pp: int, table: LayoutTable, sizes: Sizes) -> Iterator[str]:
     """Every virtual stage has something to hold, or stands in a stage string of as many stages."""
     yield from virtual_stage_rule(pp, table)
+    if table.recompute_stages and len(table.recompute_stages) != pp:
+        yield (
+            f"layout.recompute_stages has {len(table.recompute_stages)} lists, but layout.pp is {pp}: give one for "
+            f"each pipeline rank"
+        )
     count = pp * table.virtual_stages
     if table.stages is None:
         if count > sizes.layers:
@@ -371,14 +376,21 @@ def legal_degrees(
 
 
 def stages_of(pp: int, table: LayoutTable, sizes: Sizes) -> tuple[Stage, ...]:
-    """The stages of a table, from its string or dealt evenly.
+    """The stages of a table, from its string or dealt evenly, with what they recompute where that differs.
 
     Raises:
         SpecError: the string does not fit the model.
     """
     if table.stages is None:
-        return default_stages(pp * table.virtual_stages, sizes.layers, sizes.mtp)
-    return parse_stages(table.stages, sizes.layers, sizes.mtp)
+        stages = default_stages(pp * table.virtual_stages, sizes.layers, sizes.mtp)
+    else:
+        stages = parse_stages(table.stages, sizes.layers, sizes.mtp)
+    method, count = table.recompute_method, table.recompute_layers or 1
+    if not table.recompute_stages and method == "uniform" and count == 1:
+        return stages
+    sets = [words(each, RECOMPUTE, RECOMPUTE_SETS) for each in table.recompute_stages] or [recompute_words(table)] * pp
+    made = [Recompute.of(stage.layers, sets[i % pp], method, count) for i, stage in enumerate(stages)]
+    return tuple(replace(stage, recompute=each) for stage, each in zip(stages, made, strict=True))
 
 
 def _distinct(values: Iterable[int]) -> tuple[int, ...]:

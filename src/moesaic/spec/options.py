@@ -53,6 +53,20 @@ def words(
     return tuple(word for word in known if word in meant)
 
 
+def recompute_words(table: LayoutTable) -> tuple[str, ...]:
+    """All words of `recompute` and `recompute_stages`."""
+    given = [word for each in table.recompute_stages for word in each]
+    return words(given or table.recompute, RECOMPUTE, RECOMPUTE_SETS)
+
+
+def recompute_instead(table: LayoutTable, chosen: Sequence[str]) -> dict[str, object]:
+    """The keys with which a table recomputes `chosen` everywhere: nothing to change where these are its words."""
+    if tuple(chosen) == recompute_words(table) and table.recompute != "auto":
+        return {}
+    plain = {"recompute": list(chosen), "recompute_stages": [], "recompute_method": "uniform", "recompute_layers": None}
+    return {key: to for key, to in plain.items() if key == "recompute" or getattr(table, key) != to}
+
+
 def words_rules(table: LayoutTable) -> Iterator[str]:
     """What is wrong with the words of a layout's options, whatever its degrees."""
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
@@ -69,12 +83,36 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
         for word in () if isinstance(given, str) else given:
             if word not in known:
                 yield f"layout.{name} has {word!r}: {nearest(word, known)}"
+    yield from _recompute_rules(table)
     yield from _offload_rules(table)
+
+
+def _recompute_rules(table: LayoutTable) -> Iterator[str]:
+    """What does not go together of the keys of recompute."""
+    method, count = table.recompute_method, table.recompute_layers
+    if table.recompute_stages and table.recompute not in ("none", []):
+        yield "layout.recompute and layout.recompute_stages both say what is recomputed: leave out one of them"
+        return
+    if table.recompute == "auto":
+        if method != "uniform" or count is not None:
+            yield (
+                'layout.recompute is "auto", which chooses among sets for all layers: leave out '
+                "layout.recompute_method and layout.recompute_layers, or name the modules"
+            )
+        return
+    if method == "block" and count is None:
+        yield (
+            'layout.recompute_method is "block" and layout.recompute_layers is not set: say how many layers of each '
+            "virtual stage are recomputed whole"
+        )
+    if (method == "block" or count is not None) and "full" not in recompute_words(table):
+        key = "layout.recompute_method" if method == "block" else "layout.recompute_layers"
+        yield f'{key} is about whole layers, and layout.recompute does not have "full": add it or leave {key} out'
 
 
 def _offload_rules(table: LayoutTable) -> Iterator[str]:
     """What does not go with host memory."""
-    if "activations" in table.offload and "full" in table.recompute:
+    if "activations" in table.offload and "full" in recompute_words(table):
         yield (
             'layout.offload has "activations" and layout.recompute "full", but recomputed layers keep nothing that '
             "could wait: leave out one of them"
@@ -102,6 +140,7 @@ def _options(table: LayoutTable) -> tuple[tuple[str, str | list[str], tuple[str,
     return (
         ("overlap", table.overlap, OVERLAP),
         ("recompute", table.recompute, (*RECOMPUTE, *RECOMPUTE_SETS)),
+        ("recompute_stages", [word for each in table.recompute_stages for word in each], (*RECOMPUTE, *RECOMPUTE_SETS)),
         ("offload", table.offload, OFFLOAD),
         ("offload_modules", table.offload_modules, OFFLOAD_BLOCKS),
         ("compression", table.compression, COMPRESSION),

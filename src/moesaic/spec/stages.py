@@ -20,6 +20,40 @@ _MOST_LETTERS = 100_000
 
 
 @dataclass(frozen=True)
+class Unit:
+    """Decoder layers of a stage that backward treats as one."""
+
+    layers: tuple[int, ...]
+    """One, or several of which only the first one's input is kept: the rest is computed again for all of them."""
+    words: tuple[str, ...]
+    """What is computed again (`spec.options.RECOMPUTE`)."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward computes again on one virtual stage."""
+
+    units: tuple[Unit, ...]
+    """Its decoder layers, each in one of them, in their order."""
+    others: tuple[str, ...]
+    """The words for prediction blocks, head and loss."""
+
+    @classmethod
+    def of(cls, layers: Sequence[int], words: Sequence[str], method: str, count: int) -> Recompute:
+        """`words` for all of `layers`, except that `full` recomputes the first `count` with method `block`, and
+        `count` at a time with `uniform`. Prediction blocks are recomputed whole by `uniform` with 1 alone, as in
+        Megatron-Core."""
+        rest = tuple(word for word in words if word != "full")
+        if "full" not in words or (method == "uniform" and count == 1):
+            return cls(tuple(Unit((layer,), tuple(words)) for layer in layers), tuple(words))
+        if method == "block":
+            units = tuple(Unit((layer,), tuple(words) if i < count else rest) for i, layer in enumerate(layers))
+            return cls(units, rest)
+        cuts = range(0, len(layers), count)
+        return cls(tuple(Unit(tuple(layers[cut : cut + count]), tuple(words)) for cut in cuts), rest)
+
+
+@dataclass(frozen=True)
 class Stage:
     """One virtual stage. Virtual stage i of a pipeline of `pp` ranks is chunk i // pp of pipeline rank i % pp."""
 
@@ -31,6 +65,8 @@ class Stage:
     """Holds the multi-token prediction blocks, all of them."""
     head: bool = False
     """Holds the final norm, the head and the loss."""
+    recompute: Recompute | None = None
+    """What is computed again here; None: on all layers and stages alike, what the layout says."""
 
     def __str__(self) -> str:
         first, last = (self.layers[0], self.layers[-1]) if self.layers else (0, -1)

@@ -127,6 +127,22 @@ class LayoutTable(Table):
         "shared_experts, mla_up_proj, moe, loss, full, or the set sar (layernorm, moe_act); `auto` takes the fastest "
         "set that fits the memory of cluster.gpu.",
     )
+    recompute_stages: list[list[str]] = _key(
+        [],
+        "Modules computed again by pipeline stage, instead of recompute: one list for each of the pp ranks, empty for "
+        "none.",
+    )
+    recompute_method: Literal["uniform", "block"] = _key(
+        "uniform",
+        "Which layers full recomputes: uniform all of them, recompute_layers at a time from the input of their first; "
+        "block the first recompute_layers of each virtual stage, each on its own.",
+    )
+    recompute_layers: int | None = _key(
+        None,
+        "Layers that full recomputes together (uniform, 1 if left out), or at all on each virtual stage (block).",
+        "layers",
+        ge=1,
+    )
     recompute_headroom: float = _key(0.05, 'Share of memory that `recompute = "auto"` leaves free.', ge=0.0, lt=1.0)
     offload: list[str] = _key([], "What waits in host memory: any of optimizer, activations.")
     offload_fraction: float = _key(

@@ -13,6 +13,7 @@ from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.legal import option_rules
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import recompute_instead
 from moesaic.spec.run import RunSpec
 from moesaic.train.predicted import habits_here, workload
 
@@ -116,7 +117,10 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
 
 
 def changed_layout(run: RunSpec, model: ModelSpec, world: int, **changed: object) -> Layout | None:
-    """The layout of `run` with other keys of [layout], or None where that is not legal."""
+    """The layout of `run` with other keys of [layout], or None where that is not legal. Modules to recompute are then
+    those of all layers."""
+    if "recompute" in changed:
+        changed = changed | recompute_instead(run.layout, changed.pop("recompute"))  # type: ignore[arg-type]
     table = run.layout.model_copy(update=changed)
     if next(option_rules(table), None) is not None:
         return None

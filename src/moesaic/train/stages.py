@@ -22,6 +22,7 @@ from moesaic.model.decoder import Decoder, MicroBatch
 from moesaic.model.deferred import WeightGradients, deferring
 from moesaic.model.forced import Forced
 from moesaic.model.losses import LossWeights
+from moesaic.model.recompute import make_ahead
 from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.overlapped import OverlappedSums
@@ -118,6 +119,8 @@ class StageWork:
         self._keeps, self._splits = backward, split_backward
         self._fills = backward and bool({"between", "weight_gradients"} & set(work.overlap)) and not split_backward
         """Whether weight gradients fill waits for messages."""
+        self._makes_ahead = self._fills and "between" in work.overlap
+        """Whether what backward computes again does so, too."""
         self._late: deque[WeightGradients] = deque()
         """What backward has left to fill waits with, by micro-batch, oldest first."""
         self._open: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor]] = {}
@@ -187,10 +190,13 @@ class StageWork:
 
     @property
     def filler(self) -> lanes.Filler | None:
-        """What computes one of the weight gradients that backward has left, where they fill waits."""
+        """What does one piece of the work that fills waits."""
         return self._fill if self._fills else None
 
     def _fill(self) -> bool:
+        # Backward itself waits for what it computes again, nothing but the step's end for gradients of weights.
+        if self._makes_ahead and make_ahead():
+            return True
         return any(queue.run_one() for queue in self._late)
 
     def weight_gradients(self, micro: int) -> None:

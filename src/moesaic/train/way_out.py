@@ -25,6 +25,7 @@ from moesaic.spec.cluster import ClusterSpec, cluster_of, load_cluster
 from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import recompute_instead
 from moesaic.spec.run import RunSpec
 from moesaic.train.folder import RunError
 from moesaic.train.options import changed_layout
@@ -84,7 +85,12 @@ def _changes(run: RunSpec, model: ModelSpec, layout: Layout) -> Iterator[tuple[s
                 changed = {"recompute": list(words), "micro_batch": count, "sharding": level}
                 before = {"recompute": list(layout.recompute), "micro_batch": layout.micro_batch,
                           "sharding": layout.sharding}  # fmt: skip
-                what = " and ".join(f"layout.{key} = {_toml(to)}" for key, to in changed.items() if to != before[key])
+                shown = {key: to for key, to in changed.items() if to != before[key]}
+                if "recompute" in shown:
+                    shown = recompute_instead(run.layout, words) | shown
+                what = " and ".join(
+                    f"no layout.{key}" if to is None else f"layout.{key} = {_toml(to)}" for key, to in shown.items()
+                )
                 one = changed_layout(run, model, layout.world, **fixed, **changed)
                 if what not in seen and one is not None:
                     seen.add(what)

@@ -11,7 +11,7 @@ from typing import Any
 
 from moesaic.spec.model import ModelSpec
 
-from .parts import Draft, comment, heading, note_storage
+from .parts import Draft, comment, heading, note_storage, refuse_uneven_recompute
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -139,6 +139,7 @@ def _experts(draft: Draft, plan: Plan) -> dict[str, Any]:
 
 def _losses(draft: Draft, plan: Plan) -> None:
     work, layout = plan.workload, plan.layout
+    refuse_uneven_recompute(draft, layout)
     for module in layout.recompute:
         if module != "full":
             draft.lost(f"recompute of {module}; Hugging Face's gradient checkpointing is whole layers or none")

@@ -226,11 +226,15 @@ def _recompute(draft: Draft, plan: Plan, parts: Shape) -> Args:
     if "loss" in layout.recompute:
         draft.lost("recompute of the loss; --cross-entropy-loss-fusion below keeps less of it instead")
     fusion: Args = {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
+    if layout.recompute_stages:
+        raise draft.refuse("recompute by pipeline stage; name one set of modules for all of them in layout.recompute")
     if "full" in layout.recompute:
+        if modules and layout.recompute_method == "block":
+            draft.lost(f"recompute of {', '.join(modules)} in the layers that are not recomputed whole")
         return fusion | {
             "--recompute-granularity": "full",
-            "--recompute-method": "uniform",
-            "--recompute-num-layers": 1,
+            "--recompute-method": layout.recompute_method,
+            "--recompute-num-layers": layout.recompute_layers,
         }
     shared = parts.moe is not None and parts.moe.shared is not None
     for module, there, what in (

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.spec.model import RopeSpec
 
-from .parts import Draft, Shape, comment, heading, note_storage, shape, yaml_text
+from .parts import Draft, Shape, comment, heading, note_storage, refuse_uneven_recompute, shape, yaml_text
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -215,6 +215,7 @@ def _experts(draft: Draft, parts: Shape) -> dict[str, Any]:
 
 def _losses(draft: Draft, plan: Plan) -> None:
     work, layout = plan.workload, plan.layout
+    refuse_uneven_recompute(draft, layout)
     for module in layout.recompute:
         if module != "full":
             draft.lost(f"recompute of {module}; it recomputes whole layers or none")

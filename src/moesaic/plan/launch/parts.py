@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from moesaic.spec.errors import SpecError
+from moesaic.spec.layout import Layout
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from moesaic.spec.options import OFFLOAD_BLOCKS
 from moesaic.spec.stages import Stage, stages_text
@@ -160,6 +161,22 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
         return repr(value).replace("e", ".0e")
     return json.dumps(value)
+
+
+def refuse_uneven_recompute(draft: Draft, layout: Layout) -> None:
+    """For stacks that recompute all layers alike, each on its own.
+
+    Raises:
+        SpecError: the layout does otherwise.
+    """
+    if layout.recompute_stages:
+        raise draft.refuse("recompute by pipeline stage; name one set of modules for all of them in layout.recompute")
+    if layout.recompute_method == "block" or layout.recompute_layers > 1:
+        how = "of each virtual stage" if layout.recompute_method == "block" else "together"
+        raise draft.refuse(
+            f"recompute of {layout.recompute_layers} layers {how}; leave out layout.recompute_method and "
+            f"layout.recompute_layers"
+        )
 
 
 def note_storage(draft: Draft, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moesaic.spec.errors import SpecError
@@ -82,12 +83,17 @@ def _layout(layout: Layout, layers: int, mtp: int) -> dict[str, Any]:
     if layout.dispatcher in FLEX_BACKENDS:
         table |= {"dispatcher": "flex", "dispatcher_backend": layout.dispatcher}
     table |= {name: list(getattr(layout, name)) or "none" for name in ("overlap", "recompute")}
+    if layout.recompute_stages:
+        table |= {"recompute": "none", "recompute_stages": [list(each) for each in layout.recompute_stages]}
+    if layout.recompute_method == "block" or layout.recompute_layers > 1:
+        table |= {"recompute_method": layout.recompute_method, "recompute_layers": layout.recompute_layers}
     table |= {name: list(getattr(layout, name)) for name in ("offload", "compression") if getattr(layout, name)}
     if "optimizer" in layout.offload:
         table["offload_fraction"] = layout.offload_fraction
     if "activations" in layout.offload:
         table["offload_modules"] = list(layout.offload_modules)
-    if layout.stages != default_stages(len(layout.stages), layers, mtp):
+    placed = tuple(replace(stage, recompute=None) for stage in layout.stages)
+    if placed != default_stages(len(layout.stages), layers, mtp):
         table["stages"] = short_stages(layout.stages, mtp)
     return table
 

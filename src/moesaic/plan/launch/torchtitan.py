@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.spec.model import ModelSpec
 
-from .parts import Draft, comment, heading, note_storage
+from .parts import Draft, comment, heading, note_storage, refuse_uneven_recompute
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -174,6 +174,7 @@ def _pipeline(draft: Draft, plan: Plan) -> dict[str, Any]:
 def _work(draft: Draft, plan: Plan) -> dict[str, Any]:
     """What is recomputed and what overlaps."""
     layout = plan.layout
+    refuse_uneven_recompute(draft, layout)
     if "full" in layout.recompute:
         checkpoint = "FullAC.Config()"
     elif layout.recompute:
