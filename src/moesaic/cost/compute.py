@@ -26,6 +26,8 @@ Cause = Literal["compute", "memory_bound", "dispatch", "tensor", "context"]
 CAUSES: tuple[Cause, ...] = ("compute", "memory_bound", "dispatch", "tensor", "context")
 _FP8_CASTS = 5
 """Bytes moved per element that is cast: 2 read, 1 written, and 2 for the transposed copy that backward needs."""
+_PARTS = 4
+"""Parts of a layer's rows with overlap `inside`: own halves, and two chunks that travel."""
 _TILE = 256
 """Columns of a matmul's output that one block of threads makes, on Hopper and Blackwell."""
 _PEAK_KEY: dict[Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
@@ -60,6 +62,8 @@ class Op:
     """Whether a collective leaves the fast domain."""
     in_moe: bool = False
     """Whether recompute of whole expert blocks (`moe`) repeats it."""
+    cut: Numbers = 0.0
+    """Seconds more of each pass where overlap `inside` cuts its rows in parts."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,11 @@ class Machine:
         for name, matrices in (("experts.up", ways), ("experts.down", 1)):
             forward = matrices * (rates.expert_flop_seconds * flops + rates.expert_byte_seconds * weights)
             back = 2 * rates.expert_backward_flop_seconds * flops + rates.expert_backward_byte_seconds * weights
-            ops.append(Op(name, "moe", "compute", forward, matrices * back / 2, matrices * back / 2, in_moe=True))
+            # Every part loads the weights again; weight gradients are made of all parts together.
+            cut = (_PARTS - 1) * matrices * rates.expert_byte_seconds * weights
+            ops.append(
+                Op(name, "moe", "compute", forward, matrices * back / 2, matrices * back / 2, in_moe=True, cut=cut)
+            )
         return ops
 
     def memory(

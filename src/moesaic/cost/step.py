@@ -270,10 +270,18 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
             matmuls_front, matmuls_back = matmuls_front + op.forward, matmuls_back + behind
     raw = sum(front[c] + back[c] for c in _COMMUNICATION)
 
-    def hide(what: tuple[str, ...], side: dict[str, Numbers], under: Numbers, share: Numbers, where: Numbers) -> None:
-        """Takes `share` of what can run under `under` seconds off, less what both sides lose by it."""
+    def hide(
+        what: tuple[str, ...],
+        side: dict[str, Numbers],
+        under: Numbers,
+        share: Numbers,
+        where: Numbers,
+        cost: Numbers = 0.0,
+    ) -> None:
+        """Takes `share` of what can run under `under` seconds off, less what both sides lose by it and its `cost`."""
         left = sum(side[c] for c in what)
-        saved = np.where(where, share * np.minimum(left, under) * (1 - rates.slowdown), 0.0)
+        won = share * np.minimum(left, under) * (1 - rates.slowdown) - cost
+        saved = np.where(where, np.maximum(won, 0.0), 0.0)
         keep = 1 - saved / np.maximum(left, 1e-30)
         for c in what:
             side[c] = side[c] * keep
@@ -281,7 +289,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
     overlaps = columns.overlaps
     for side, matmuls in ((front, matmuls_front), (back, matmuls_back)):
         hide(("tensor",), side, matmuls, rates.hidden_tensor, overlaps("tensor"))
-        hide(_COMMUNICATION, side, matmuls, rates.hidden_inside, overlaps("inside"))
+        hide(_COMMUNICATION, side, matmuls, rates.hidden_inside, overlaps("inside"), sum(op.cut for op in layer.ops))
     hide(_COMMUNICATION, back, back["compute"] + back["memory_bound"], rates.hidden_between, overlaps("between"))
     hide(("dispatch",), front, shared, rates.hidden_shared, overlaps("shared_experts"))
     hide(("dispatch",), back, 2 * shared, rates.hidden_shared, overlaps("shared_experts"))
