@@ -44,6 +44,8 @@ STEP_WORDS = (
     "allgather",
     "allgather+experts+weight_gradients+gradients",
 )
+WARM = 2
+"""Iterations over a link before those that count: memory that overlap needs is new in the first ones."""
 WORKS = ("layer", "step", "hierarchical", "planner")
 
 
@@ -137,7 +139,7 @@ class Runner:
         team.begin(task)
         for setting in settings:
             self.up.set_link(setting.link)
-            warm = iterations(team, 1, self.args.limit_seconds, None)[0]
+            warm = iterations(team, WARM, self.args.limit_seconds, None)[-1]
             team.gather(30.0)
             count = max(2, min(self.args.iters, int(self.args.turn_seconds / warm)))
             before = self.up.sent()
@@ -306,7 +308,7 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=int, default=value, help=f"({value})")
     add("--peers", type=peer_names, default=list(PEERS), help=f"comma separated, of {', '.join(PARALLEL_PEERS)}")
     add("--rounds", type=int, default=3)
-    add("--iters", type=int, default=5, help="most iterations over a link in a turn, after one that warms up")
+    add("--iters", type=int, default=5, help=f"most iterations over a link in a turn, after {WARM} that warm up")
     add("--turn-seconds", type=float, default=4.0, help="no more iterations than fit into this, but two")
     add("--limit-seconds", type=float, default=120.0)
     add("--calibrate", choices=("quick", "full"), default="quick", help="how a link's cluster file is measured")

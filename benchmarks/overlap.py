@@ -56,11 +56,12 @@ def rows(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     ]
 
 
-def table(link: str, made: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    share = made[0]["communication_share"]
+def table(link: str, made: list[dict[str, Any]], experts: float) -> str:
+    """Markdown. `experts`: seconds of a step's experts by themselves."""
+    plain = made[0]
     lines = [
-        f"Link {link}: communication is {share:.0%} of the plain step",
+        f"Link {link}: communication is {plain['communication_share']:.0%} of the plain step,",
+        f"in which rows are on their way for {plain['travelling']:.2f} s; its experts alone take {experts:.2f} s",
         "",
         "| overlap | step s | plain / this | on its way s | waiting s | hidden | step / bound |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -103,9 +104,9 @@ def main() -> int:
                     up.torchrun(["-m", "benchmarks.overlap_rank", json.dumps(task)], cwd=ROOT, timeout=900.0)
                 )
                 found = json.loads(said.split("RESULT ")[1].splitlines()[0])
-                made = rows(found)
-                kept.append({"link": link, "task": task, "steps": found, "rows": made})
-                print(table(link, made) + "\n", flush=True)
+                made = rows(found["steps"])
+                kept.append({"link": link, "task": task, **found, "rows": made})
+                print(table(link, made, found["experts"]) + "\n", flush=True)
     except ClusterError as error:
         print(f"skipped: {error}" if not kept else f"benchmarks.overlap: {error}")
         return 0 if not kept else 1

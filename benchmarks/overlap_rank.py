@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from moesaic.train.data import Batch
 from moesaic.train.metrics import Stopwatch
 from moesaic.train.state import TrainState
 from moesaic.train.step import train_step
+from moesaic.tune.modules import experts
 
 Interval = tuple[float, float]
 
@@ -155,11 +157,27 @@ def step_of(task: dict[str, Any], overlap: list[str], dispatcher: str) -> Callab
     return step
 
 
+def experts_seconds(task: dict[str, Any]) -> float:
+    """What a step's experts take by themselves, forward and backward, with equally many rows each; the median of
+    five."""
+    world = dist.get_world_size()
+    rows = task["seq"] * task["topk"] * world // task["experts"]
+    calls = experts(task["experts"] // world, rows, task["ffn"], task["hidden"], torch.float32, torch.device("cpu"))
+    found = []
+    for _ in range(6):
+        dist.barrier()
+        start = time.perf_counter()
+        calls.backward(calls.forward())
+        found.append(time.perf_counter() - start)
+    return median(found[1:]) * task["layers"] * task["micro_batches"]
+
+
 def main() -> None:
     """Run the task given as JSON in the first argument."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     task = json.loads(sys.argv[1])
+    alone = experts_seconds(task)
     trace = Trace()
     trace.install()
     modes = {name: step_of(task, words, task["dispatcher"]) for name, words in task["modes"].items()}
@@ -178,7 +196,7 @@ def main() -> None:
             if turn:  # the first one warms up
                 found[name].append({"seconds": seconds, "own": mine, "cpu": busy, "loss": loss, **traced})
     if dist.get_rank() == 0:
-        sys.stdout.write("RESULT " + json.dumps(found) + "\n")
+        sys.stdout.write("RESULT " + json.dumps({"steps": found, "experts": alone}) + "\n")
         sys.stdout.flush()
     dist.barrier()
     os._exit(0)
