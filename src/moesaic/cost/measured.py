@@ -44,7 +44,11 @@ def measured(cluster: ClusterSpec, rates: Rates) -> dict[str, float]:
         forward_cores, backward_cores = (held.get(f"attention_{kind}_{way}", ()) for way in ("forward", "backward"))
         found |= _attention(forward_cores, backward_cores, rates, peaks[kind] / large)
     if held.get("memory"):
-        found["memory_share"] = max(speed for _, speed in held["memory"]) / cluster.gpu.memory_bandwidth
+        speeds = [speed for _, speed in held["memory"]]
+        # The largest copies of an accelerator are the fastest. A processor's are the slowest, the smallest being in its
+        # caches; what a layer reads and writes is in between.
+        usual = median(speeds) if cluster.gpu.architecture == "cpu" else max(speeds)
+        found["memory_share"] = usual / cluster.gpu.memory_bandwidth
     if held.get("launch"):
         found["launch_seconds"] = median(row[0] for row in held["launch"])
     return found | _links(cluster)
