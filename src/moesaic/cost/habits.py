@@ -61,6 +61,9 @@ class Habits:
     gathers_masters: bool = False
     """With sharding, weights are gathered from their fp32 masters (FSDP2), which an offloaded optimizer leaves on the
     device, and which are all that is stored of a sharded weight. Else shards of weights stand beside them."""
+    exact: bool = False
+    """The peak is looked for at the moments that this project's trainer passes through (`moments`), each beside what is
+    still kept then. Else a rank keeps everything until the head or its most demanding layer has run."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB
@@ -91,6 +94,7 @@ MOESAIC = Habits(
     quantized_weights=False,
     cut_block_projection=False,
     gathers_masters=True,
+    exact=True,
     vocabulary_multiple=1,
     workspaces=2,
 )

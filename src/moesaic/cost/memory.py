@@ -24,6 +24,7 @@ from moesaic.spec.stages import Stage
 from .activations import backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
 from .habits import MEGATRON, Habits
 from .inflight import windows
+from .moments import block_moments, embedding_moments, head_moments, layer_moments, standing
 from .offload import offloaded
 from .rows import tokens_per_rank
 from .states import has_experts, layer_local, padded_vocabulary, part_local, states, weight_shapes
@@ -127,6 +128,13 @@ class _Ranks:
     """[positions, kinds]: kinds times micro-batches held, for each position of a rank's window."""
     first: Ints
     """[ranks]: where each rank's positions start in `flight`."""
+    moments: Ints
+    """[moments, 1 + kinds]: the kind whose backward runs, of each of a rank's chunks the last of every kind, and how
+    many of each kind have run before it, whose activations are gone."""
+    first_moment: Ints
+    """[ranks]: where each rank's moments start."""
+    links: Ints
+    """[ranks, 3]: whether a rank has a stage before one of its own, has one after, and 1."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,8 @@ class _Kinds:
             [offloaded(table, each, columns) for table, each in zip(parts_of_layers, has, strict=True)], axis=1
         )
         whole = np.stack([sum((row.bytes for row in table), zeros) for table in self.tables], axis=1)
-        extra = [backward_extra(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
+        extra_of = layer_moments if habits.exact else backward_extra
+        extra = [extra_of(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
         # Dropped tensors are there again while their layer's backward runs.
         self.extra = whole - self.kept + np.stack(extra, axis=1)
         self.gathered = np.stack([one.gathered for one in held], axis=1)
@@ -196,6 +205,17 @@ class _Kinds:
         a, tokens = value_bytes(work.precision), tokens_per_rank(work, columns)
         one, losses = logits_bytes(rows, work, columns, habits), 1 + len(self.blocks)
         weights, inputs = a * rows * model.hidden / columns.tp, a * model.hidden * tokens
+        if habits.exact:
+            self.logits = one
+            parts = [
+                embedding_moments(model, rows, work, columns, habits),
+                np.zeros(len(columns)),
+                head_moments(model, rows, work, columns, habits),
+                block_moments(model, work, columns, habits),
+            ]
+            self.extra[:, len(self.layers) :] = np.stack(parts, axis=1)
+            self.waiting = standing(model, work, columns)
+            return
         if habits.loss == "chunks":
             self.logits = one
             self.head_extra = losses * (weights + inputs) + 2 * inputs * columns.tp
@@ -246,17 +266,31 @@ class _Kinds:
         buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
         # Two parts are gathered at a time: the one that computes and the one after it.
         buffers = buffers + _largest(self.gathered[rows], present) * 2
-        layer_peak = _largest(self.extra[rows], present)
-        logits = self.logits[rows, None] * head
-        head_peak = logits + self.head_extra[rows, None] * head
-        at_head = head_peak > layer_peak
-        logits = np.where(at_head, logits, 0.0)
-        buffers = buffers + np.where(at_head, head_peak - logits, layer_peak)
+        if self.habits.exact:
+            logits, extra = self._exact(rows, ranks, head)
+            buffers = buffers + extra
+        else:
+            layer_peak = _largest(self.extra[rows], present)
+            logits = self.logits[rows, None] * head
+            head_peak = logits + self.head_extra[rows, None] * head
+            at_head = head_peak > layer_peak
+            logits = np.where(at_head, logits, 0.0)
+            buffers = buffers + np.where(at_head, head_peak - logits, layer_peak)
         allocated = weights + gradients + optimizer + activations + logits + buffers
         outside = self.outside[rows, None] * (present & self.grouped).any(axis=1)
         overhead = self.habits.reserved_share * allocated + self.habits.context + outside
         values = (weights, gradients, optimizer, activations, logits, buffers, overhead, allocated + overhead)
         return dict(zip((*_NAMES, "total"), values, strict=True))
+
+    def _exact(self, rows: Ints, ranks: _Ranks, head: Bools) -> tuple[Floats, Floats]:
+        """Logits, and what else exists beside states and all kept activations, [n, ranks], at the fullest moment."""
+        kinds, after = ranks.moments[:, 0], ranks.moments[:, 1:].astype(np.float64)
+        at = self.extra[rows][:, kinds] - self.kept[rows] @ after.T
+        most = np.maximum.reduceat(at, ranks.first_moment, axis=1)
+        loss = self.extra[rows, None, self.parts["loss"]] * head
+        logits = np.where(head & (loss >= most), self.logits[rows, None], 0.0)
+        stages = ranks.links.T.astype(np.float64)
+        return logits, most - logits + self.waiting[rows] @ stages
 
     def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
         """Kept bytes [n, ranks] at the worst position of each rank's window. Of what is offloaded two layers' worth
@@ -337,7 +371,38 @@ def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, m
         flight.append(distinct)
         first.append(at)
         at += len(distinct)
-    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64))
+    moments = [_moments(kinds, [stages[stage] for stage in range(rank, len(stages), pp)]) for rank in range(pp)]
+    if schedule == _DUALPIPE:
+        moments = [np.concatenate([one, other]) for one, other in zip(moments, reversed(moments), strict=True)]
+    starts = np.cumsum([0, *(len(one) for one in moments[:-1])])
+    links = np.array([[pp > 1 and (chunks > 1 or rank > 0), pp > 1 and (chunks > 1 or rank + 1 < pp), 1] for rank in range(pp)])
+    return _Ranks(
+        holds, once, np.concatenate(flight), np.array(first, np.int64), np.concatenate(moments), starts, links
+    )
+
+
+def _moments(kinds: _Anatomy, chunks: list[Stage]) -> Ints:
+    """[moments, 1 + kinds]: see `_Ranks.moments`. Chunks have their own passes."""
+    rows = []
+    for stage in chunks:
+        done = np.zeros(kinds.count, np.int64)
+        seen = set[int]()
+        parts = kinds.parts
+        layers, blocks = _order(kinds, stage)
+        order = [*layers, *(each for block in blocks for each in (block, parts["mtp"]))]
+        order += [parts["loss"]] if stage.head else []
+        for kind in reversed(order):
+            if kind not in seen:
+                rows.append(np.concatenate([[kind], done]))
+                seen.add(kind)
+            done[kind] += 1
+        rows.append(np.concatenate([[parts["embedding" if stage.embed else "head"]], done]))
+    return np.unique(rows, axis=0)
+
+
+def _order(kinds: _Anatomy, stage: Stage) -> tuple[list[int], list[int]]:
+    """Kinds of the layers of a virtual stage and of its prediction blocks, in the order of forward."""
+    return [kinds.of_layer[layer] for layer in stage.layers], list(kinds.blocks) if stage.mtp else []
 
 
 def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:

@@ -52,6 +52,8 @@ class Made:
     shape: tuple[int, ...]
     """Of the tensor that it was made for."""
     category: str = "temporaries"
+    operation: str = ""
+    """What made it, as torch names it."""
     alive: bool = True
 
     @property
@@ -133,7 +135,7 @@ class Meter(TorchDispatchMode):
         if storage is None or storage._cdata in self._live:
             return
         key = storage._cdata
-        made = Made(storage.nbytes(), self._phase, self._place(tensor, name), tuple(tensor.shape), category)
+        made = Made(storage.nbytes(), self._phase, self._place(tensor, name), tuple(tensor.shape), category, name)
         self._live[key] = made
         weakref.finalize(storage, self._end, key, made).atexit = False
         if self._passing is not None and category == "temporaries":
