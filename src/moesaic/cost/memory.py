@@ -24,7 +24,7 @@ from moesaic.spec.stages import Stage
 from .activations import backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
 from .habits import MEGATRON, Habits
 from .inflight import windows
-from .moments import block_moments, embedding_moments, head_moments, layer_moments, standing
+from .moments import beside, block_moments, embedding_moments, head_moments, layer_moments, pending, root, standing
 from .offload import offloaded
 from .rows import tokens_per_rank
 from .states import has_experts, layer_local, padded_vocabulary, part_local, states, weight_shapes
@@ -129,8 +129,9 @@ class _Ranks:
     first: Ints
     """[ranks]: where each rank's positions start in `flight`."""
     moments: Ints
-    """[moments, 1 + kinds]: the kind whose backward runs, of each of a rank's chunks the last of every kind, and how
-    many of each kind have run before it, whose activations are gone."""
+    """[moments, 3 + kinds]: the kind whose backward runs, of each of a rank's chunks the last of every kind; the kinds
+    of the layers before and after it (the number of kinds: none); and how many of each kind have run backward before
+    it, whose activations are gone."""
     first_moment: Ints
     """[ranks]: where each rank's moments start."""
     links: Ints
@@ -193,6 +194,8 @@ class _Kinds:
         # Dropped tensors are there again while their layer's backward runs.
         self.extra = whole - self.kept + np.stack(extra, axis=1)
         self.gathered = np.stack([one.gathered for one in held], axis=1)
+        self.neighbours = [beside(one, work, columns) for one in local[: len(self.layers)]]
+        self.root = root(local[len(self.layers) :], work, columns)
         self._vocabulary(model, work, columns, habits)
         self._dispatch_buffers(model, work, columns, habits)
         self._shapes(model, columns, habits)
@@ -214,7 +217,8 @@ class _Kinds:
                 block_moments(model, work, columns, habits),
             ]
             self.extra[:, len(self.layers) :] = np.stack(parts, axis=1)
-            self.waiting = standing(model, work, columns)
+            self.standing = standing(model, work, columns)
+            self.pending = pending(rows, model, work, columns)
             return
         if habits.loss == "chunks":
             self.logits = one
@@ -264,12 +268,12 @@ class _Kinds:
         shapes = (present.astype(np.int64) @ self.has_shape.astype(np.int64)) > 0
         spaces = self.habits.workspaces + self.habits.grouped_workspaces * (present & self.grouped).any(axis=1)
         buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
-        # Two parts are gathered at a time: the one that computes and the one after it.
-        buffers = buffers + _largest(self.gathered[rows], present) * 2
         if self.habits.exact:
             logits, extra = self._exact(rows, ranks, head)
             buffers = buffers + extra
         else:
+            # Two parts are gathered at a time: the one that computes and the one after it.
+            buffers = buffers + _largest(self.gathered[rows], present) * 2
             layer_peak = _largest(self.extra[rows], present)
             logits = self.logits[rows, None] * head
             head_peak = logits + self.head_extra[rows, None] * head
@@ -284,13 +288,22 @@ class _Kinds:
 
     def _exact(self, rows: Ints, ranks: _Ranks, head: Bools) -> tuple[Floats, Floats]:
         """Logits, and what else exists beside states and all kept activations, [n, ranks], at the fullest moment."""
-        kinds, after = ranks.moments[:, 0], ranks.moments[:, 1:].astype(np.float64)
+        kinds, behind, ahead = ranks.moments[:, :3].T
+        after = ranks.moments[:, 3:].astype(np.float64)
         at = self.extra[rows][:, kinds] - self.kept[rows] @ after.T
+        none = np.zeros((len(rows), 1 + len(PARTS)))
+        gathered, joined = (
+            np.concatenate([np.stack(each, axis=1)[rows], none], axis=1) for each in zip(*self.neighbours, strict=True)
+        )
+        at = at + gathered[:, behind] + joined[:, ahead]
+        sizes = np.diff([*ranks.first_moment, len(kinds)])
+        with_head = np.repeat(head[0] if head.ndim > 1 else head, sizes) & (kinds != self.parts["loss"])
+        at = at + self.pending[rows, None] * with_head
         most = np.maximum.reduceat(at, ranks.first_moment, axis=1)
         loss = self.extra[rows, None, self.parts["loss"]] * head
         logits = np.where(head & (loss >= most), self.logits[rows, None], 0.0)
-        stages = ranks.links.T.astype(np.float64)
-        return logits, most - logits + self.waiting[rows] @ stages
+        parts = (ranks.holds[:, len(self.layers) :] > 0).T.astype(np.float64)
+        return logits, most - logits + self.standing[rows] @ ranks.links.T + self.root[rows] @ parts
 
     def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
         """Kept bytes [n, ranks] at the worst position of each rank's window. Of what is offloaded two layers' worth
@@ -382,21 +395,29 @@ def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, m
 
 
 def _moments(kinds: _Anatomy, chunks: list[Stage]) -> Ints:
-    """[moments, 1 + kinds]: see `_Ranks.moments`. Chunks have their own passes."""
-    rows = []
+    """[moments, 3 + kinds]: see `_Ranks.moments`. Chunks have their own passes."""
+    rows, parts, none = [], kinds.parts, kinds.count
     for stage in chunks:
-        done = np.zeros(kinds.count, np.int64)
-        seen = set[int]()
-        parts = kinds.parts
+        done, seen = np.zeros(kinds.count, np.int64), set[int]()
         layers, blocks = _order(kinds, stage)
-        order = [*layers, *(each for block in blocks for each in (block, parts["mtp"]))]
-        order += [parts["loss"]] if stage.head else []
-        for kind in reversed(order):
+        if stage.head:
+            rows.append(np.concatenate([[parts["loss"], none, none], done]))
+            seen.add(parts["loss"])
+        order = [*layers, *([parts["loss"]] if stage.head else [])]
+        order += [each for block in blocks for each in (parts["mtp"], block)]
+        if blocks:
+            rows.append(np.concatenate([[parts["mtp"], none, none], done]))
+            seen.add(parts["mtp"])
+        last = none
+        for place in reversed(range(len(order))):
+            kind = order[place]
+            before = order[place - 1] if place else none
             if kind not in seen:
-                rows.append(np.concatenate([[kind], done]))
+                rows.append(np.concatenate([[kind, before, last], done]))
                 seen.add(kind)
             done[kind] += 1
-        rows.append(np.concatenate([[parts["embedding" if stage.embed else "head"]], done]))
+            last = kind
+        rows.append(np.concatenate([[parts["embedding" if stage.embed else "head"], none, none], done]))
     return np.unique(rows, axis=0)
 
 

@@ -28,11 +28,14 @@ from .activations import (
 )
 from .habits import Habits
 from .rows import layer_ep, received_tokens, routed_rows, tokens_per_rank
+from .states import Local, layer_local
 from .traffic import distinct_places
-from .workload import Columns, Floats, Workload
+from .workload import SHARDING, Bools, Columns, Floats, Workload
 
 NORM_BLOCK = 2**17
 """Numbers of a block in which the backward of an RMS norm walks through its input."""
+SCORES = 64 * 2**20
+"""Bytes of the largest matrix of scores in a ring."""
 
 
 class Tape:
@@ -60,6 +63,26 @@ class Tape:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """What sharding spreads in each layout, and whether over several ranks."""
+
+    optimizer: Bools
+    gradients: Bools
+    parameters: Bools
+    dense: Floats
+    """1 where dense parameters are spread, else 0."""
+    expert: Floats
+    """The same for a layer's experts."""
+
+    @classmethod
+    def of(cls, columns: Columns, copies: Floats | float = 1.0) -> Spread:
+        """`copies`: ranks that hold the same experts."""
+        level = [columns.sharding >= SHARDING.index(word) for word in ("optimizer", "gradients", "parameters")]
+        dense = columns.dp * columns.cp > columns.replicas
+        return cls(*level, dense.astype(np.float64), (copies > columns.replicas) * np.ones(len(columns)))
+
+
+@dataclass(frozen=True)
 class _Sizes:
     """What all parts of a layer share."""
 
@@ -68,6 +91,7 @@ class _Sizes:
     habits: Habits
     hidden: int
     """Width of the model."""
+    spread: Spread
 
     @property
     def a(self) -> int:
@@ -94,7 +118,9 @@ class _Sizes:
 
 def layer_moments(model: ModelSpec, layer: LayerSpec, work: Workload, columns: Columns, habits: Habits) -> Floats:
     """The most that backward of one layer needs beside what was kept when it began."""
-    sizes, tape = _Sizes(work, columns, habits, model.hidden), Tape(columns)
+    local = layer_local(model, layer, columns)
+    spread = Spread.of(columns, local.expert_copies)
+    sizes, tape = _Sizes(work, columns, habits, model.hidden, spread), Tape(columns)
     kept = _bytes(layer_kept(model, layer, work, columns, habits))
     attention = attention_kept(layer.attention, model.hidden, work, columns, habits)
     norm = sizes.between + FP32 * sizes.own  # a norm's input and statistic
@@ -109,7 +135,34 @@ def layer_moments(model: ModelSpec, layer: LayerSpec, work: Workload, columns: C
     _attention(tape, layer.attention, attention, sizes)
     tape.now = sizes.between * 2 - kept + norm
     _norm(tape, sizes.own, model.hidden, sizes)
-    return tape.most
+    # Gradients of all but the experts are joined for their sum when the layer is through.
+    dense = spread.dense * (local.matmul + local.other)
+    tape.make(np.where(spread.gradients, (sizes.a + FP32) * dense, 0.0))
+    gathered = sizes.a * (dense + spread.expert * local.expert)
+    return tape.most + np.where(spread.parameters, gathered, 0.0)
+
+
+def beside(local: Local, work: Workload, columns: Columns) -> tuple[Floats, Floats]:
+    """Bytes of a layer's dense parameters while a neighbour's backward runs: gathered ahead for the next one, joined
+    gradients of the one before, whose sum may be under way."""
+    spread = Spread.of(columns)
+    dense = spread.dense * (local.matmul + local.other)
+    ahead = np.where(spread.parameters, value_bytes(work.precision) * dense, 0.0)
+    return ahead, np.where(spread.gradients, FP32 * dense, 0.0)
+
+
+def root(local: list[Local], work: Workload, columns: Columns) -> Floats:
+    """[N, parts]: gathered parameters of the parts beside layers, which stay for the whole pass."""
+    spread = Spread.of(columns)
+    size = np.where(spread.parameters, value_bytes(work.precision) * spread.dense, 0.0)
+    return np.stack([size * part.total for part in local], axis=1)
+
+
+def pending(rows: Floats, model: ModelSpec, work: Workload, columns: Columns) -> Floats:
+    """The gradient of the head's matrix, which waits for the end of backward to be spread or added to its sum."""
+    spread, a = Spread.of(columns), value_bytes(work.precision)
+    waits = spread.gradients | (spread.optimizer & (a < FP32))
+    return np.where(waits, spread.dense * a * rows * model.hidden / columns.tp, 0.0)
 
 
 def _bytes(table: list[Kept], module: str = "") -> Floats:
@@ -175,10 +228,16 @@ def _moe(tape: Tape, moe: MoeSpec, sizes: _Sizes) -> None:
     tape.drop(hidden * rows)
     tape.make(hidden * rows)  # gradients of the rows
     tape.drop(first)
-    tape.passing(3 * INT64 * rows, hidden * arrived)  # their sums by token, and what finds them
+    tape.passing(3 * INT64 * rows, 2 * INT64 * arrived, hidden * arrived)  # their sums by token, and what finds them
     tape.make(hidden * arrived)
-    tape.drop(hidden * rows, brought, up, down)
+    tape.drop(hidden * rows, brought)
     tape.drop(hidden * arrived * travels, first)  # kept by the experts
+    # Where gradients are spread, they are joined for their sum; their weights have gone, if they had been gathered.
+    spread, joined = sizes.spread, FP32 * (up + down) / a
+    tape.drop(np.where(spread.parameters, spread.expert * (up + down), 0.0))
+    tape.drop(np.where(spread.gradients, 0.0, up + down))
+    tape.make(np.where(spread.optimizer, spread.expert * joined, 0.0))
+    tape.drop(np.where(spread.gradients, up + down, spread.expert * spread.optimizer * joined))
     # The sums go back beside the shared expert, those of a cut expert's ranks added up first.
     chained = np.where(c.etp > 1, exchanged, 0.0)
     tape.make(np.where(exchanged > 0, copies, travels * sizes.between), chained * here)
@@ -203,13 +262,15 @@ def _attention(tape: Tape, attention: AttentionSpec, kept: list[Kept], sizes: _S
     tape.make(a * sizes.hidden * heads * value / c.tp, out)  # gradients of the weight and of what it multiplies
     tape.drop(sizes.gathered, a * sizes.hidden * heads * value / c.tp, ulysses * out)
     tape.passing(ulysses * out)
-    wide = max(attention.head_dim, value)
+    wide, before = max(attention.head_dim, value), tape.now
     if wide > value:
         tape.make(a * heads * wide * tokens)
         tape.drop(out)
         out = a * heads * wide * tokens
+    tape.now = np.where(c.ring & (c.cp > 1), before, tape.now)
     keys = np.maximum(attention.kv_heads, np.where(c.ring, c.tp, c.tp * c.cp)) * tokens
     query, key = a * heads * attention.head_dim * tokens, a * keys * attention.head_dim
+    _ring(tape, attention, query, key + a * keys * value, sizes)
     tape.make(query + key + a * keys * wide)
     tape.drop(out, _bytes(kept, "attention") - ulysses * a * heads * value * tokens, _bytes(kept, "qkv"))
     joined = query + key + a * keys * value
@@ -223,13 +284,29 @@ def _attention(tape: Tape, attention: AttentionSpec, kept: list[Kept], sizes: _S
         tape.passing(3 * inputs + a * sizes.hidden * heads * attention.head_dim / c.tp)
 
 
+def _ring(tape: Tape, attention: AttentionSpec, query: Floats, packed: Floats, sizes: _Sizes) -> None:
+    """Backward of attention with one rank's keys and values, where they go around. `packed`: bytes of both together.
+
+    Those at work and those on their way; sums in fp32 of gradients, and what the block adds to them; two matrices of
+    scores in fp32, and one in the type of the queries. No such matrix is larger than `SCORES`.
+    """
+    a, c = sizes.a, sizes.columns
+    rings = (c.ring & (c.cp > 1)).astype(np.float64)
+    keys = sizes.part / c.micro_batch  # of one row
+    scores = np.minimum(FP32 * attention.heads / c.tp * keys * sizes.part, SCORES)
+    sums = FP32 / a * (query + packed)
+    copied = 2 * query if attention.kv_heads < attention.heads else 0.0
+    scores = scores * (2 if a == FP32 else 2 + a / FP32)
+    tape.passing(rings * (2 * packed + 2 * sums + copied + scores))
+
+
 def head_moments(model: ModelSpec, rows: Floats, work: Workload, columns: Columns, habits: Habits) -> Floats:
     """The most that losses and final norm need beside what is kept when they begin. `rows` [N]: the vocabulary.
 
     A loss makes its gradients, of its input and of the matrix, in forward, from a part of the tokens at a time, and
     keeps them for backward, which makes scaled copies.
     """
-    sizes, tape = _Sizes(work, columns, habits, model.hidden), Tape(columns)
+    sizes, tape = _Sizes(work, columns, habits, model.hidden, Spread.of(columns)), Tape(columns)
     a, tp, wide = sizes.a, columns.tp, FP32
     copied = a < FP32
     blocks = len(model.mtp) if work.mtp else 0
@@ -266,7 +343,7 @@ def head_moments(model: ModelSpec, rows: Floats, work: Workload, columns: Column
 
 def block_moments(model: ModelSpec, work: Workload, columns: Columns, habits: Habits) -> Floats:
     """The most that a prediction block needs around its layer: its last norm, beside the gradient of the main loss."""
-    sizes, tape = _Sizes(work, columns, habits, model.hidden), Tape(columns)
+    sizes, tape = _Sizes(work, columns, habits, model.hidden, Spread.of(columns)), Tape(columns)
     tape.make(2 * sizes.between)
     _norm(tape, sizes.own, model.hidden, sizes)
     return tape.most
@@ -275,13 +352,16 @@ def block_moments(model: ModelSpec, work: Workload, columns: Columns, habits: Ha
 def embedding_moments(model: ModelSpec, rows: Floats, work: Workload, columns: Columns, habits: Habits) -> Floats:
     """The most that the embedding's backward needs: gradients of what was looked up, of all the tensor group's tokens,
     and of the table."""
-    sizes = _Sizes(work, columns, habits, model.hidden)
+    sizes = _Sizes(work, columns, habits, model.hidden, Spread.of(columns))
     return sizes.between + 2 * sizes.gathered + sizes.a * rows * model.hidden / columns.tp
 
 
 def standing(model: ModelSpec, work: Workload, columns: Columns) -> Floats:
-    """[N, 3]: what waits on a rank with a stage before it, with one after it, and on any. Two messages each way that
-    the neighbour may not have read, and one on its way here; ids and labels of a step's micro-batches."""
+    """[N, 3]: what stands on a rank with a stage before it, with one after it, and on any. Two messages each way that
+    the neighbour may not have read, and one on its way here; ids and labels of a step's micro-batches, and the sines
+    and cosines of each rotary embedding."""
     message = value_bytes(work.precision) * model.hidden * tokens_per_rank(work, columns)
     ids = 2.0 * INT64 * columns.micro_batch * work.seq_len * np.maximum(columns.micro_batches(work.global_batch), 1)
-    return np.stack([3 * message, 3 * message, ids], axis=1)
+    ropes = {layer.attention.rope.model_dump_json(): layer.attention.rope for layer in model.layers if layer.attention.rope}
+    tables = sum(2 * FP32 * rope.dim for rope in ropes.values()) * work.seq_len / columns.cp
+    return np.stack([3 * message, 3 * message, ids + tables], axis=1)
