@@ -134,7 +134,7 @@ class _Ranks:
     it, whose activations are gone."""
     first_moment: Ints
     """[ranks]: where each rank's moments start."""
-    links: Ints
+    links: Floats
     """[ranks, 3]: whether a rank has a stage before one of its own, has one after, and 1."""
 
 
@@ -219,6 +219,7 @@ class _Kinds:
             self.extra[:, len(self.layers) :] = np.stack(parts, axis=1)
             self.standing = standing(model, work, columns)
             self.pending = pending(rows, model, work, columns)
+            self.main = inputs  # the gradient of the main loss waits for those of the prediction blocks
             return
         if habits.loss == "chunks":
             self.logits = one
@@ -295,6 +296,7 @@ class _Kinds:
         gathered, joined = (
             np.concatenate([np.stack(each, axis=1)[rows], none], axis=1) for each in zip(*self.neighbours, strict=True)
         )
+        joined[:, self.parts["mtp"]] = self.main[rows]
         at = at + gathered[:, behind] + joined[:, ahead]
         sizes = np.diff([*ranks.first_moment, len(kinds)])
         with_head = np.repeat(head[0] if head.ndim > 1 else head, sizes) & (kinds != self.parts["loss"])
@@ -388,7 +390,9 @@ def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, m
     if schedule == _DUALPIPE:
         moments = [np.concatenate([one, other]) for one, other in zip(moments, reversed(moments), strict=True)]
     starts = np.cumsum([0, *(len(one) for one in moments[:-1])])
-    links = np.array([[pp > 1 and (chunks > 1 or rank > 0), pp > 1 and (chunks > 1 or rank + 1 < pp), 1] for rank in range(pp)])
+    links = np.array(
+        [[pp > 1 and (chunks > 1 or rank > 0), pp > 1 and (chunks > 1 or rank + 1 < pp), 1] for rank in range(pp)]
+    )
     return _Ranks(
         holds, once, np.concatenate(flight), np.array(first, np.int64), np.concatenate(moments), starts, links
     )
@@ -408,7 +412,7 @@ def _moments(kinds: _Anatomy, chunks: list[Stage]) -> Ints:
         if blocks:
             rows.append(np.concatenate([[parts["mtp"], none, none], done]))
             seen.add(parts["mtp"])
-        last = none
+        last = parts["mtp"] if blocks else none
         for place in reversed(range(len(order))):
             kind = order[place]
             before = order[place - 1] if place else none

@@ -26,6 +26,7 @@ from .activations import (
     layer_kept,
     value_bytes,
 )
+from .counts import mlp_parameters
 from .habits import Habits
 from .rows import layer_ep, received_tokens, routed_rows, tokens_per_rank
 from .states import Local, layer_local
@@ -74,6 +75,10 @@ class Spread:
     expert: Floats
     """The same for a layer's experts."""
 
+    def waits(self, value: int) -> Floats:
+        """See `_Sizes.waits`; `value`: bytes of a weight."""
+        return self.dense * (self.gradients | (self.optimizer & (value < FP32)))
+
     @classmethod
     def of(cls, columns: Columns, copies: Floats | float = 1.0) -> Spread:
         """`copies`: ranks that hold the same experts."""
@@ -96,6 +101,12 @@ class _Sizes:
     @property
     def a(self) -> int:
         return value_bytes(self.work.precision)
+
+    @property
+    def waits(self) -> Floats:
+        """1 where gradients of dense weights wait for the end of their layer: to be spread, or to be added up in fp32
+        for a sum that comes later."""
+        return self.spread.waits(self.a)
 
     @property
     def own(self) -> Floats:
@@ -129,15 +140,19 @@ def layer_moments(model: ModelSpec, layer: LayerSpec, work: Workload, columns: C
         _mlp(tape, layer.mlp, sizes)
     if layer.moe is not None:
         _moe(tape, layer.moe, sizes)
-    tape.now = sizes.between * 2 - (kept - _bytes(attention))
+    block = layer.mlp or (layer.moe and layer.moe.shared)
+    half = mlp_parameters(block, model.hidden) / columns.tp if block else 0.0
+    # The numbers of the experts' rows stay until the whole pass is over.
+    numbers = 2 * INT64 * routed_rows(layer.moe, work, columns) if layer.moe else 0.0
+    tape.now = sizes.between * 2 - (kept - _bytes(attention) - numbers) + sizes.a * half * sizes.waits
     _norm(tape, sizes.own, model.hidden, sizes)
     tape.drop(norm, sizes.between)
     _attention(tape, layer.attention, attention, sizes)
-    tape.now = sizes.between * 2 - kept + norm
+    dense = spread.dense * (local.matmul + local.other)
+    tape.now = sizes.between * 2 - kept + norm + sizes.a * dense * sizes.waits
     _norm(tape, sizes.own, model.hidden, sizes)
     # Gradients of all but the experts are joined for their sum when the layer is through.
-    dense = spread.dense * (local.matmul + local.other)
-    tape.make(np.where(spread.gradients, (sizes.a + FP32) * dense, 0.0))
+    tape.make(np.where(spread.gradients, FP32 * dense, 0.0))
     gathered = sizes.a * (dense + spread.expert * local.expert)
     return tape.most + np.where(spread.parameters, gathered, 0.0)
 
@@ -161,8 +176,7 @@ def root(local: list[Local], work: Workload, columns: Columns) -> Floats:
 def pending(rows: Floats, model: ModelSpec, work: Workload, columns: Columns) -> Floats:
     """The gradient of the head's matrix, which waits for the end of backward to be spread or added to its sum."""
     spread, a = Spread.of(columns), value_bytes(work.precision)
-    waits = spread.gradients | (spread.optimizer & (a < FP32))
-    return np.where(waits, spread.dense * a * rows * model.hidden / columns.tp, 0.0)
+    return spread.waits(a) * a * rows * model.hidden / columns.tp
 
 
 def _bytes(table: list[Kept], module: str = "") -> Floats:
@@ -186,11 +200,11 @@ def _mlp(tape: Tape, mlp: MlpSpec, sizes: _Sizes) -> None:
     down, up = a * sizes.hidden * mlp.width / tp, a * sizes.hidden * first_width(mlp) / tp
     tape.make(sizes.gathered)
     tape.make(down, narrow)  # gradients of the weight and of the activation
-    tape.drop(sizes.gathered, down, narrow)  # `narrow`: the kept activation
+    tape.drop(sizes.gathered, down * (1 - sizes.waits), narrow)  # `narrow`: the kept activation
     tape.make(wide, narrow, narrow)  # gradient of the first product, the activation again, its function
     tape.drop(narrow, narrow, narrow, wide)  # with the activation's gradient and the kept product
     tape.make(up, a * sizes.hidden * tokens)
-    tape.drop(up, wide)
+    tape.drop(up * (1 - sizes.waits), wide)
     tape.make(np.where(tp > 1, sizes.between, 0.0))
     tape.drop(sizes.gathered)
 
@@ -260,7 +274,7 @@ def _attention(tape: Tape, attention: AttentionSpec, kept: list[Kept], sizes: _S
     out = a * heads * value * tokens
     tape.make(sizes.gathered)
     tape.make(a * sizes.hidden * heads * value / c.tp, out)  # gradients of the weight and of what it multiplies
-    tape.drop(sizes.gathered, a * sizes.hidden * heads * value / c.tp, ulysses * out)
+    tape.drop(sizes.gathered, a * sizes.hidden * heads * value / c.tp * (1 - sizes.waits), ulysses * out)
     tape.passing(ulysses * out)
     wide, before = max(attention.head_dim, value), tape.now
     if wide > value:
@@ -297,7 +311,8 @@ def _ring(tape: Tape, attention: AttentionSpec, query: Floats, packed: Floats, s
     sums = FP32 / a * (query + packed)
     copied = 2 * query if attention.kv_heads < attention.heads else 0.0
     scores = scores * (2 if a == FP32 else 2 + a / FP32)
-    tape.passing(rings * (2 * packed + 2 * sums + copied + scores))
+    hidden = keys * sizes.part / c.micro_batch  # a byte for each score says whether it counts
+    tape.passing(rings * (2 * packed + 2 * sums + copied + scores + hidden))
 
 
 def head_moments(model: ModelSpec, rows: Floats, work: Workload, columns: Columns, habits: Habits) -> Floats:
@@ -362,6 +377,8 @@ def standing(model: ModelSpec, work: Workload, columns: Columns) -> Floats:
     and cosines of each rotary embedding."""
     message = value_bytes(work.precision) * model.hidden * tokens_per_rank(work, columns)
     ids = 2.0 * INT64 * columns.micro_batch * work.seq_len * np.maximum(columns.micro_batches(work.global_batch), 1)
-    ropes = {layer.attention.rope.model_dump_json(): layer.attention.rope for layer in model.layers if layer.attention.rope}
+    ropes = {
+        layer.attention.rope.model_dump_json(): layer.attention.rope for layer in model.layers if layer.attention.rope
+    }
     tables = sum(2 * FP32 * rope.dim for rope in ropes.values()) * work.seq_len / columns.cp
     return np.stack([3 * message, 3 * message, ids + tables], axis=1)
