@@ -11,7 +11,6 @@ from tests.ranks import ranks
 from tests.train.dry_cases import both, drawn, run_of
 from tests.train.kept import SEQ_LEN, measured, model_of
 
-
 PEAK = 0.02
 """How far the planner's peak may be off: it leaves out single numbers per token, and forward passes between layers."""
 

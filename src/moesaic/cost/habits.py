@@ -63,7 +63,7 @@ class Habits:
     device, and which are all that is stored of a sharded weight. Else shards of weights stand beside them."""
     exact: bool = False
     """The peak is looked for at the moments that this project's trainer passes through (`moments`), each beside what is
-    still kept then. Else a rank keeps everything until the head or its most demanding layer has run."""
+    still kept then; with a loss in chunks. Else a rank keeps everything until head or most demanding layer have run."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB

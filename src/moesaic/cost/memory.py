@@ -189,13 +189,14 @@ class _Kinds:
             [offloaded(table, each, columns) for table, each in zip(parts_of_layers, has, strict=True)], axis=1
         )
         whole = np.stack([sum((row.bytes for row in table), zeros) for table in self.tables], axis=1)
-        extra_of = layer_moments if habits.exact else backward_extra
+        self.exact = habits.exact and habits.loss == "chunks"
+        extra_of = layer_moments if self.exact else backward_extra
         extra = [extra_of(model, layer, work, columns, habits) for layer in self.layers] + [zeros] * len(PARTS)
         # Dropped tensors are there again while their layer's backward runs.
         self.extra = whole - self.kept + np.stack(extra, axis=1)
         self.gathered = np.stack([one.gathered for one in held], axis=1)
         self.neighbours = [beside(one, work, columns) for one in local[: len(self.layers)]]
-        self.root = root(local[len(self.layers) :], work, columns)
+        self.root, self.root_joined = root(local[len(self.layers) :], work, columns)
         self._vocabulary(model, work, columns, habits)
         self._dispatch_buffers(model, work, columns, habits)
         self._shapes(model, columns, habits)
@@ -208,7 +209,7 @@ class _Kinds:
         a, tokens = value_bytes(work.precision), tokens_per_rank(work, columns)
         one, losses = logits_bytes(rows, work, columns, habits), 1 + len(self.blocks)
         weights, inputs = a * rows * model.hidden / columns.tp, a * model.hidden * tokens
-        if habits.exact:
+        if self.exact:
             self.logits = one
             parts = [
                 embedding_moments(model, rows, work, columns, habits),
@@ -269,7 +270,7 @@ class _Kinds:
         shapes = (present.astype(np.int64) @ self.has_shape.astype(np.int64)) > 0
         spaces = self.habits.workspaces + self.habits.grouped_workspaces * (present & self.grouped).any(axis=1)
         buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
-        if self.habits.exact:
+        if self.exact:
             logits, extra = self._exact(rows, ranks, head)
             buffers = buffers + extra
         else:
@@ -291,7 +292,7 @@ class _Kinds:
         """Logits, and what else exists beside states and all kept activations, [n, ranks], at the fullest moment."""
         kinds, behind, ahead = ranks.moments[:, :3].T
         after = ranks.moments[:, 3:].astype(np.float64)
-        at = self.extra[rows][:, kinds] - self.kept[rows] @ after.T
+        at = self.extra[rows][:, kinds] - (self.kept - self.away)[rows] @ after.T
         none = np.zeros((len(rows), 1 + len(PARTS)))
         gathered, joined = (
             np.concatenate([np.stack(each, axis=1)[rows], none], axis=1) for each in zip(*self.neighbours, strict=True)
@@ -299,12 +300,14 @@ class _Kinds:
         joined[:, self.parts["mtp"]] = self.main[rows]
         at = at + gathered[:, behind] + joined[:, ahead]
         sizes = np.diff([*ranks.first_moment, len(kinds)])
-        with_head = np.repeat(head[0] if head.ndim > 1 else head, sizes) & (kinds != self.parts["loss"])
+        with_head = np.repeat(head, sizes) & (kinds != self.parts["loss"])
         at = at + self.pending[rows, None] * with_head
+        parts = (ranks.holds[:, len(self.layers) :] > 0).T.astype(np.float64)
+        at_end = np.isin(kinds, [self.parts["embedding"], self.parts["head"]])
+        at = at + np.repeat(self.root_joined[rows] @ parts, sizes, axis=1) * at_end
         most = np.maximum.reduceat(at, ranks.first_moment, axis=1)
         loss = self.extra[rows, None, self.parts["loss"]] * head
         logits = np.where(head & (loss >= most), self.logits[rows, None], 0.0)
-        parts = (ranks.holds[:, len(self.layers) :] > 0).T.astype(np.float64)
         return logits, most - logits + self.standing[rows] @ ranks.links.T + self.root[rows] @ parts
 
     def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:

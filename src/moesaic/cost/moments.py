@@ -166,11 +166,13 @@ def beside(local: Local, work: Workload, columns: Columns) -> tuple[Floats, Floa
     return ahead, np.where(spread.gradients, FP32 * dense, 0.0)
 
 
-def root(local: list[Local], work: Workload, columns: Columns) -> Floats:
-    """[N, parts]: gathered parameters of the parts beside layers, which stay for the whole pass."""
+def root(local: list[Local], work: Workload, columns: Columns) -> tuple[Floats, Floats]:
+    """[N, parts]: gathered parameters of the parts beside layers, which stay for the whole pass, and their joined
+    gradients at its end."""
     spread = Spread.of(columns)
-    size = np.where(spread.parameters, value_bytes(work.precision) * spread.dense, 0.0)
-    return np.stack([size * part.total for part in local], axis=1)
+    gathered = np.where(spread.parameters, value_bytes(work.precision) * spread.dense, 0.0)
+    joined = np.where(spread.gradients, FP32 * spread.dense, 0.0)
+    return np.stack([gathered * one.total for one in local], 1), np.stack([joined * one.total for one in local], 1)
 
 
 def pending(rows: Floats, model: ModelSpec, work: Workload, columns: Columns) -> Floats:

@@ -131,9 +131,9 @@ class Rates:
     """1 where backward gathers again what forward gathered, instead of keeping it (Megatron's sequence parallelism,
     MegaScale-MoE's Fig. 8), 0 where it is kept."""
     whole_again: float = 1.0
-    """1 where recompute of `mlp`, `shared_experts` and `core_attn` repeats the whole of them, the second product and what
-    travels too, and that of `moe_act` the activation; 0 where it ends at what backward reads, repeats no message, and
-    experts make their activation again in any case (docs/memory.md)."""
+    """1 where recompute of `mlp`, `shared_experts` and `core_attn` repeats the whole of them, the second product and
+    what travels too, and that of `moe_act` the activation; 0 where it ends at what backward reads, repeats no message,
+    and experts make their activation again in any case (docs/memory.md)."""
     merge_shared: float = 0.0
     """1 where a shared expert takes the rows that dispatch gathers over the same ranks, 0 where it gathers its own."""
     copy_per_rank: float = 0.0
