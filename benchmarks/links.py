@@ -349,6 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.links, args.topk, args.step_topk, args.ranks = ["none", "200mbit"], [2], [2], [2]
         args.rounds, args.iters, args.tokens, args.hidden, args.ffn, args.batch = 1, 2, 256, 256, 256, 4
     args.logs = args.logs or Path(tempfile.mkdtemp(prefix="moesaic-links-"))
+    args.logs.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

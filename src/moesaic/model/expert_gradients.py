@@ -1,46 +1,157 @@
-"""Weight gradients of experts that compute one layer's tokens in parts: one tensor for all parts, not one each."""
+"""Weight gradients of experts, apart from the rest of backward: left for later, or of one layer's tokens in parts.
+
+Products of few rows with a large result cost as much as the result's memory, so rows of several parts are brought
+together: each expert's gradient is one product over the rows of all parts, not a sum of one product for each.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from moesaic.model.expert_blocks import (
+    ROWS_PER_PRODUCT,
+    ExpertGrads,
+    ExpertLeft,
+    as_compute,
+    expert_weight_gradients,
+    product_spans,
+)
+from moesaic.model.expert_memory import WORKSPACE
+from moesaic.model.expert_rows import SortedRows, Span
+from moesaic.model.expert_workers import run_experts
 
 Gradients = list[Tensor | None]
 
 
+@dataclass(frozen=True)
+class LeftRows:
+    """The rows of one backward that left its weight gradients, in the order of their experts. Tokens in the storage
+    type, weights and `left` in the compute type."""
+
+    sorted: SortedRows
+    left: ExpertLeft
+    x_TD: Tensor
+    weights_R: Tensor
+    grad_y_TD: Tensor
+
+
 class PartGradients:
-    """Where `count` parts add the gradients of the same weights. The part whose backward runs last hands them on."""
+    """What `count` parts of one layer's tokens leave for the gradients of the same weights. The part whose backward
+    runs last hands them on."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
-        self._new()
+        self.count = count
+        self._begin()
 
-    def _new(self) -> None:
-        self._left = self._count
-        self._into: tuple[Gradients, bool] | None = None
-        self.filled: set[int] = set()
-        """Experts whose gradient a part has written; later ones add to it."""
+    def _begin(self) -> None:
+        self._parts: list[LeftRows] = []
+        self._sums: Gradients | None = None
+        self._done = 0
 
-    def into(self, take: Callable[[], tuple[Gradients, bool]]) -> tuple[Gradients, bool]:
-        """What `take` gave the first part: where gradients go, and whether that is the parameters' `.grad`."""
-        if self._into is None:
-            self._into = take()
-        return self._into
-
-    def done(self) -> bool:
-        """A part has added its share. Returns whether it was the last; then the next backward begins anew."""
-        self._left -= 1
-        if self._left:
-            return False
-        self._new()
-        return True
+    def leave(self, part: LeftRows) -> list[LeftRows]:
+        """Take what a part left; returns what all have if it is the last one, else nothing."""
+        self._parts.append(part)
+        if len(self._parts) < self.count:
+            return []
+        parts = self._parts
+        self._begin()
+        return parts
 
     def add(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Take a part's whole gradients; returns the sums if it is the last part, else None for each."""
-        sums, _ = self.into(lambda: (list(gradients), False))
-        if self._left < self._count:
-            for total, part in zip(sums, gradients, strict=True):
+        self._done += 1
+        if self._sums is None:
+            self._sums = list(gradients)
+        else:
+            for total, part in zip(self._sums, gradients, strict=True):
                 if total is not None and part is not None:
                     total.add_(part)
-        return sums if self.done() else [None] * len(sums)
+        sums = self._sums
+        if self._done < self.count:
+            return [None] * len(sums)
+        self._begin()
+        return sums
+
+
+def add_left(
+    parts: Sequence[LeftRows], filled: Sequence[Tensor | None], weights_on_input: bool, accumulate: bool
+) -> set[int]:
+    """The gradients of up, down and their biases from the rows of all `parts`, written to `filled` (None: not wanted)
+    or, with `accumulate`, added to it. Returns the experts that have rows; others are not touched."""
+    experts = [
+        [span for span in spans if span[2] > span[1]] for spans in zip(*(p.sorted.spans for p in parts), strict=True)
+    ]
+    ends = [0, *itertools.accumulate(sum(end - start for _, start, end in spans) for spans in experts)]
+    dtype = parts[0].weights_R.dtype
+
+    def run(busy: list[Span], _: Tensor) -> None:
+        for e, _first, _last in busy:
+            grads = ExpertGrads(*(None if g is None else g[e] for g in filled))
+            added = accumulate
+            for pieces in _products(parts, e):
+                left, x_nD, weight_n, grad_y_nD = _together(pieces, dtype)
+                expert_weight_gradients(
+                    grads,
+                    left,
+                    x_nD.mul_(weight_n[:, None]) if weights_on_input else x_nD,
+                    None if weights_on_input else weight_n,
+                    grad_y_nD,
+                    added,
+                )
+                added = True
+
+    busy = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
+    run_experts(busy, run, parts[0].x_TD[:0], dtype)
+    return {e for e, _, _ in busy}
+
+
+_Piece = tuple[LeftRows, slice]
+
+
+def _products(parts: Sequence[LeftRows], e: int) -> list[list[_Piece]]:
+    """Rows of one expert, those of several parts in one product as long as they are not too many."""
+    products: list[list[_Piece]] = []
+    room = 0
+    for part in parts:
+        _, start, end = part.sorted.spans[e]
+        for a, b in product_spans(end - start):
+            if b - a > room:
+                products.append([])
+                room = ROWS_PER_PRODUCT
+            products[-1].append((part, slice(start + a, start + b)))
+            room -= b - a
+    return products
+
+
+def _together(pieces: list[_Piece], dtype: torch.dtype) -> tuple[ExpertLeft, Tensor, Tensor, Tensor]:
+    """Of these rows what `expert_weight_gradients` needs: what was left, inputs, weights, gradients of outputs. Inputs
+    and gradients are in the workspace; so is the rest where there are several pieces."""
+
+    def gathered(name: str, source: Callable[[LeftRows], Tensor]) -> Tensor:
+        like = source(pieces[0][0])
+        out = WORKSPACE.get(name, rows, like.shape[1], like, like.dtype)
+        for (part, piece), (a, b) in zip(pieces, places, strict=True):
+            torch.index_select(source(part), 0, part.sorted.tokens_R[piece], out=out[a:b])
+        return as_compute(name + "_compute", out, dtype)
+
+    def copied(name: str, source: Callable[[LeftRows], Tensor]) -> Tensor:
+        if len(pieces) == 1:
+            return source(pieces[0][0])[pieces[0][1]]
+        like = source(pieces[0][0])
+        width = like[0].numel()
+        out = WORKSPACE.get(name, rows, width, like, like.dtype).view(rows, *like.shape[1:])
+        for (part, piece), (a, b) in zip(pieces, places, strict=True):
+            out[a:b].copy_(source(part)[piece])
+        return out
+
+    ends = [0, *itertools.accumulate(piece.stop - piece.start for _, piece in pieces)]
+    places, rows = list(itertools.pairwise(ends)), ends[-1]
+    left = ExpertLeft(copied("a", lambda p: p.left.a_nF), copied("grad_h", lambda p: p.left.grad_h_nG))
+    x_nD = gathered("x", lambda p: p.x_TD)
+    weight_n = copied("weight", lambda p: p.weights_R)
+    return left, x_nD, weight_n, gathered("grad_y", lambda p: p.grad_y_TD)

@@ -28,11 +28,10 @@ from moesaic.model.expert_blocks import (
     as_compute,
     expert_backward,
     expert_forward,
-    expert_weight_gradients,
     gather_rows,
     product_spans,
 )
-from moesaic.model.expert_gradients import PartGradients
+from moesaic.model.expert_gradients import LeftRows, PartGradients, add_left
 from moesaic.model.expert_grouped import GroupedExperts
 from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.expert_rows import SortedRows, Span
@@ -105,15 +104,17 @@ class _ExpertByExpert(torch.autograd.Function):
         dtype = compute_dtype(x_TD)
         parts: PartGradients = ctx.parts
         _, _, _, wants_weights, *wanted, _, _, _ = ctx.needs_input_grad
-        into, in_place = parts.into(lambda: _gradients(module, module.own_parameters(), wanted))
-        filled = _filled(module, into)
-        if not module.adds_down_bias:
-            parameters[-1] = None
-        left = None
-        if later is not None:
+        into: list[Tensor | None] = [None] * len(parameters)
+        in_place, left = False, None
+        if later is None and parts.count == 1:
+            into, in_place = _gradients(module, module.own_parameters(), wanted)
+        else:
             rows, up_width, width = h_RG.shape[0], h_RG.shape[1], parameters[1].shape[2]
             like = x_TD.new_empty(0, dtype=dtype)
             left = ExpertLeft(POOL.take((rows, width), like), POOL.take((rows, up_width), like))
+        filled = _filled(module, into)
+        if not module.adds_down_bias:
+            parameters[-1] = None
         grad_weights_R = torch.zeros_like(weights_R)
         grad_y_TD = grad_y_TD.contiguous()
 
@@ -136,7 +137,7 @@ class _ExpertByExpert(torch.autograd.Function):
                         h_RG[rows],
                         gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
                         grad_weights_R[rows] if wants_weights else None,
-                        accumulate=a > 0 or in_place or e in parts.filled,
+                        accumulate=a > 0 or in_place,
                         left=None if left is None else ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
                     )
                     if module.weights_on_input:
@@ -145,51 +146,30 @@ class _ExpertByExpert(torch.autograd.Function):
                     grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
 
         grad_x_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
-        parts.filled.update(e for e, start, end in rows_by_expert.spans if end > start)
-        every = parts.filled
         returned: list[Tensor | None] = [None] * len(parameters)
-        if parts.done() and left is None:
-            returned = _finished(module, into, in_place, every)
-        if left is not None:
-            later.leave(partial(_left_gradients, module, rows_by_expert, left, x_TD, weights_R, grad_y_TD))
+        if left is None:
+            returned = _finished(module, into, in_place, {e for e, _, _ in rows_by_expert.busy})
+        else:
+            every = parts.leave(LeftRows(rows_by_expert, left, x_TD, weights_R, grad_y_TD))
+            compute = partial(_left_gradients, module, every)
+            if later is not None:
+                later.leave(compute)
+            elif every:
+                wants = [p if want else None for p, want in zip(module.own_parameters(), wanted, strict=True)]
+                returned = compute(wants)
         new = torch.empty if module.has_all_experts else torch.zeros
         grad_weights_TK = new(ctx.shape_TK, dtype=weights_R.dtype, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows_by_expert.order_R, grad_weights_R)
         return None, grad_x_TD.to(x_TD.dtype), None, grad_weights_TK.float(), *returned, None, None, None
 
 
-def _left_gradients(
-    module: Experts,
-    rows_by_expert: SortedRows,
-    left: ExpertLeft,
-    x_TD: Tensor,
-    weights_R: Tensor,
-    grad_y_TD: Tensor,
-    parameters: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """The gradients of `parameters` that a backward left."""
-    dtype = compute_dtype(x_TD)
+def _left_gradients(module: Experts, parts: list[LeftRows], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of `parameters` that the backward of all `parts` left; none of no parts."""
+    if not parts:
+        return [None] * len(parameters)
     into, in_place = _gradients(module, parameters, [p is not None and p.requires_grad for p in parameters])
-    filled = _filled(module, into)
-
-    def run(spans: list[Span], _: Tensor) -> None:
-        for e, start, end in spans:
-            grads = ExpertGrads(*(None if g is None else g[e] for g in filled))
-            for a, b in product_spans(end - start):
-                rows = slice(start + a, start + b)
-                tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
-                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
-                expert_weight_gradients(
-                    grads,
-                    ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
-                    x_nD.mul_(weight_n[:, None]) if module.weights_on_input else x_nD,
-                    None if module.weights_on_input else weight_n,
-                    gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
-                    accumulate=a > 0 or in_place,
-                )
-
-    run_experts(rows_by_expert.busy, run, x_TD[:0], dtype)
-    return _finished(module, into, in_place, {e for e, start, end in rows_by_expert.spans if end > start})
+    with_rows = add_left(parts, _filled(module, into), module.weights_on_input, in_place)
+    return _finished(module, into, in_place, with_rows)
 
 
 def _filled(module: Experts, into: list[Tensor | None]) -> list[Tensor | None]:
