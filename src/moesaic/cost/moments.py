@@ -132,21 +132,28 @@ def layer_moments(model: ModelSpec, layer: LayerSpec, work: Workload, columns: C
     local = layer_local(model, layer, columns)
     spread = Spread.of(columns, local.expert_copies)
     sizes, tape = _Sizes(work, columns, habits, model.hidden, spread), Tape(columns)
-    kept = _bytes(layer_kept(model, layer, work, columns, habits))
+    table = layer_kept(model, layer, work, columns, habits)
+    kept = _bytes(table)
     attention = attention_kept(layer.attention, model.hidden, work, columns, habits)
     norm = sizes.between + FP32 * sizes.own  # a norm's input and statistic
+    # What was dropped is there again when its module's backward begins; of a whole block or layer, from the start.
+    later = _dropped(attention, "full", columns)
+    shared = _dropped([row for row in table if row.module == "shared_experts"], "moe", columns)
+    tape.now = tape.most = -(later + shared)
     tape.make(sizes.between)  # the gradient of the layer's output, there until that of its input is
     if layer.mlp is not None:
         _mlp(tape, layer.mlp, sizes)
     if layer.moe is not None:
-        _moe(tape, layer.moe, sizes)
+        _moe(tape, layer.moe, sizes, shared)
     block = layer.mlp or (layer.moe and layer.moe.shared)
     half = mlp_parameters(block, model.hidden) / columns.tp if block else 0.0
     # The numbers of the experts' rows stay until the whole pass is over.
     numbers = 2 * INT64 * routed_rows(layer.moe, work, columns) if layer.moe else 0.0
     tape.now = sizes.between * 2 - (kept - _bytes(attention) - numbers) + sizes.a * half * sizes.waits
+    tape.drop(later)
     _norm(tape, sizes.own, model.hidden, sizes)
     tape.drop(norm, sizes.between)
+    tape.make(later)
     _attention(tape, layer.attention, attention, sizes)
     dense = spread.dense * (local.matmul + local.other)
     tape.now = sizes.between * 2 - kept + norm + sizes.a * dense * sizes.waits
@@ -185,6 +192,12 @@ def _bytes(table: list[Kept], module: str = "") -> Floats:
     return np.zeros(1) + sum(row.bytes for row in table if module in ("", row.module))
 
 
+def _dropped(table: list[Kept], word: str, columns: Columns) -> Floats:
+    """Bytes of a table that recompute drops, where it does not go by `word`, or `full`, as a whole."""
+    gone = np.zeros(len(columns)) + sum(row.bytes - row.left(columns) for row in table)
+    return np.where(columns.recomputes(word), 0.0, gone)
+
+
 def _norm(tape: Tape, rows: Floats, width: int, sizes: _Sizes) -> None:
     """Makes the gradient of the input; that of the output goes."""
     out = sizes.a * rows * width
@@ -211,8 +224,8 @@ def _mlp(tape: Tape, mlp: MlpSpec, sizes: _Sizes) -> None:
     tape.drop(sizes.gathered)
 
 
-def _moe(tape: Tape, moe: MoeSpec, sizes: _Sizes) -> None:
-    """From the gradient of the output, which stays, to the end of the shared expert."""
+def _moe(tape: Tape, moe: MoeSpec, sizes: _Sizes, shared: Floats) -> None:
+    """From the gradient of the output, which stays, to the end of the shared expert. `shared`: what it makes again."""
     a, c, work = sizes.a, sizes.columns, sizes.work
     hidden, rows = a * sizes.hidden, routed_rows(moe, work, c)
     travels = (c.ep * c.etp > 1).astype(np.float64)
@@ -258,6 +271,7 @@ def _moe(tape: Tape, moe: MoeSpec, sizes: _Sizes) -> None:
     chained = np.where(c.etp > 1, exchanged, 0.0)
     tape.make(np.where(exchanged > 0, copies, travels * sizes.between), chained * here)
     tape.drop(chained * hidden * arrived)
+    tape.make(shared)
     if moe.shared is not None:
         _mlp(tape, moe.shared, sizes)
 
