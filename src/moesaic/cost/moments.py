@@ -74,6 +74,8 @@ class Spread:
     """1 where dense parameters are spread, else 0."""
     expert: Floats
     """The same for a layer's experts."""
+    ways: tuple[Floats, Floats]
+    """Ranks that dense parameters and experts are spread over."""
 
     def waits(self, value: int) -> Floats:
         """See `_Sizes.waits`; `value`: bytes of a weight."""
@@ -83,8 +85,9 @@ class Spread:
     def of(cls, columns: Columns, copies: Floats | float = 1.0) -> Spread:
         """`copies`: ranks that hold the same experts."""
         level = [columns.sharding >= SHARDING.index(word) for word in ("optimizer", "gradients", "parameters")]
-        dense = columns.dp * columns.cp > columns.replicas
-        return cls(*level, dense.astype(np.float64), (copies > columns.replicas) * np.ones(len(columns)))
+        ways = [np.maximum(each / columns.replicas, 1.0) for each in (columns.dp * columns.cp, copies)]
+        dense, expert = ((each > 1).astype(np.float64) for each in ways)
+        return cls(*level, dense, expert, (ways[0], ways[1]))
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def layer_moments(model: ModelSpec, layer: LayerSpec, work: Workload, columns: C
     tape.now = sizes.between * 2 - kept + norm + sizes.a * dense * sizes.waits
     _norm(tape, sizes.own, model.hidden, sizes)
     # Gradients of all but the experts are joined for their sum when the layer is through.
-    tape.make(np.where(spread.gradients, FP32 * dense, 0.0))
+    tape.make(np.where(spread.gradients, FP32 * dense * (1 + 1 / spread.ways[0]), 0.0))
     gathered = sizes.a * (dense + spread.expert * local.expert)
     return tape.most + np.where(spread.parameters, gathered, 0.0)
 
@@ -266,7 +269,10 @@ def _moe(tape: Tape, moe: MoeSpec, sizes: _Sizes, shared: Floats) -> None:
     tape.drop(np.where(spread.parameters, spread.expert * (up + down), 0.0))
     tape.drop(np.where(spread.gradients, 0.0, up + down))
     tape.make(np.where(spread.optimizer, spread.expert * joined, 0.0))
-    tape.drop(np.where(spread.gradients, up + down, spread.expert * spread.optimizer * joined))
+    # The sum comes while FSDP2 still holds the last of the gradients that were joined.
+    tape.drop(np.where(spread.gradients, up, 0.0))
+    tape.passing(np.where(spread.gradients, spread.expert * joined / spread.ways[1], 0.0))
+    tape.drop(np.where(spread.gradients, down, spread.expert * spread.optimizer * joined))
     # The sums go back beside the shared expert, those of a cut expert's ranks added up first.
     chained = np.where(c.etp > 1, exchanged, 0.0)
     tape.make(np.where(exchanged > 0, copies, travels * sizes.between), chained * here)
