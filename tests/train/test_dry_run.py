@@ -43,6 +43,15 @@ def test_many_dry_runs_count_what_the_planner_counts(first: int) -> None:
         same_as_the_planner(seed)
 
 
+def test_the_peak_is_named_by_the_modules_whose_gradients_are_computed() -> None:
+    model, run = model_of("grouped queries, shared expert"), run_of({}, "bf16")
+    layout = resolve_layout(run.layout, model, 1, seq_len=SEQ_LEN, global_batch=64)
+    peak = both(model, run, layout, 0)[0].peaks["backward"]
+    assert sum(peak.consumers.values()) == peak.total
+    assert peak.consumers["temporaries of experts"] > 0
+    assert peak.consumers.get("temporaries of loss", 0) < peak.consumers["temporaries of experts"]
+
+
 REAL: list[tuple[str, dict[str, Any], int]] = [
     ("grouped queries, shared expert", {}, 1),
     ("latent attention, shared expert", {}, 1),

@@ -84,10 +84,12 @@ class Spread:
     @classmethod
     def of(cls, columns: Columns, copies: Floats | float = 1.0) -> Spread:
         """`copies`: ranks that hold the same experts."""
-        level = [columns.sharding >= SHARDING.index(word) for word in ("optimizer", "gradients", "parameters")]
+        optimizer, gradients, parameters = (
+            columns.sharding >= SHARDING.index(word) for word in ("optimizer", "gradients", "parameters")
+        )
         ways = [np.maximum(each / columns.replicas, 1.0) for each in (columns.dp * columns.cp, copies)]
         dense, expert = ((each > 1).astype(np.float64) for each in ways)
-        return cls(*level, dense, expert, (ways[0], ways[1]))
+        return cls(optimizer, gradients, parameters, dense, expert, (ways[0], ways[1]))
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ def layer_moments(model: ModelSpec, layer: LayerSpec, work: Workload, columns: C
         _mlp(tape, layer.mlp, sizes)
     if layer.moe is not None:
         _moe(tape, layer.moe, sizes, shared)
-    block = layer.mlp or (layer.moe and layer.moe.shared)
-    half = mlp_parameters(block, model.hidden) / columns.tp if block else 0.0
+    block = layer.mlp if layer.moe is None else layer.moe.shared
+    half = 0.0 * sizes.own if block is None else mlp_parameters(block, model.hidden) / columns.tp
     # The numbers of the experts' rows stay until the whole pass is over.
     numbers = 2 * INT64 * routed_rows(layer.moe, work, columns) if layer.moe else 0.0
     tape.now = sizes.between * 2 - (kept - _bytes(attention) - numbers) + sizes.a * half * sizes.waits
@@ -192,12 +194,12 @@ def pending(rows: Floats, model: ModelSpec, work: Workload, columns: Columns) ->
 
 
 def _bytes(table: list[Kept], module: str = "") -> Floats:
-    return np.zeros(1) + sum(row.bytes for row in table if module in ("", row.module))
+    return sum((row.bytes for row in table if module in ("", row.module)), np.zeros(1))
 
 
 def _dropped(table: list[Kept], word: str, columns: Columns) -> Floats:
     """Bytes of a table that recompute drops, where it does not go by `word`, or `full`, as a whole."""
-    gone = np.zeros(len(columns)) + sum(row.bytes - row.left(columns) for row in table)
+    gone = sum((row.bytes - row.left(columns) for row in table), np.zeros(len(columns)))
     return np.where(columns.recomputes(word), 0.0, gone)
 
 

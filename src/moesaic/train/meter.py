@@ -34,6 +34,8 @@ from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.layer import Layer
 from moesaic.model.sequences import Sequences
 
+_autograd: Any = torch.autograd  # which does not say that it counts the graph's nodes
+
 Place = tuple[int, str]
 """A layer's number, −1 outside of layers, and a module as the planner names it."""
 
@@ -183,7 +185,7 @@ class Meter(TorchDispatchMode):
             if name == "dispatch" and operation.startswith(_OF_THE_GATE):
                 return layer, "shared_experts"
             return place
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return NOWHERE
         # Backward: of the module that made the node.
@@ -211,7 +213,7 @@ class Meter(TorchDispatchMode):
 
     def _mark(self) -> None:
         stack = self._stack()
-        self._marks.append((torch.autograd._get_sequence_nr(), self._places[stack[-1]] if stack else NOWHERE))
+        self._marks.append((_autograd._get_sequence_nr(), self._places[stack[-1]] if stack else NOWHERE))
 
     def _rename(self, tensors: Iterable[Tensor], place: Place) -> None:
         for made in self._known(tensors):
