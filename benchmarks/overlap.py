@@ -26,7 +26,9 @@ MODES: dict[str, list[str]] = {
     "inside": ["inside"],
     "experts": ["experts"],
     "experts, weight_gradients": ["experts", "weight_gradients"],
+    "experts, weight_gradients, gradients": ["experts", "weight_gradients", "gradients"],
     "inside, experts, weight_gradients": ["inside", "experts", "weight_gradients"],
+    "inside, experts, weight_gradients, gradients": ["inside", "experts", "weight_gradients", "gradients"],
 }
 
 

@@ -68,6 +68,7 @@ LAYOUTS: list[tuple[str, Keys, torch.dtype]] = [
     ("mixtral", {"ep": 2, "overlap": ["experts"]}, torch.float32),
     ("deepseek_v3", {"ep": 2, "recompute": ["sar", "mla_up_proj"]}, torch.float32),
     ("mixtral", {"tp": 2, "overlap": ["gradients", "between"]}, torch.bfloat16),
+    ("deepseek_v3", {"tp": 2, "overlap": ["tensor"], "recompute": ["mla_up_proj", "mlp"]}, torch.bfloat16),
     ("mixtral", {"sharding": "optimizer"}, torch.bfloat16),
     ("mixtral", {"ep": 2, "sharding": "gradients"}, torch.float32),
     ("mixtral", {"sharding": "parameters"}, torch.bfloat16),

@@ -83,7 +83,7 @@ def attention_traffic(rank: int, spec: AttentionSpec, keys: dict[str, Any]) -> t
 
 def mlp_traffic(rank: int, keys: dict[str, Any]) -> tuple[Sent, Sent]:
     mesh = mesh_of(keys)
-    module = Mlp(MlpSpec(width=48), D, dtype=torch.float32, device="cpu", tp=mesh.tp)
+    module = Mlp(MlpSpec(width=48), D, dtype=torch.float32, device="cpu", tp=mesh.tp, by_rank=mesh.by_rank)
     new_weights(module)
     x_TD = torch.randn(B * S // mesh.sequence.size, D, requires_grad=True)
     return both_ways(lambda: module(x_TD, B))

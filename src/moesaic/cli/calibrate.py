@@ -19,7 +19,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Cluster file (TOML) to write; an existing one is replaced.")] = Path(
         "cluster.toml"
     ),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and sizes: about 20 s instead of a minute.")] = (
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and sizes: about 30 s instead of a minute.")] = (
         False
     ),
     dtype: Annotated[

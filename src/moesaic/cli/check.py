@@ -30,11 +30,11 @@ def check(
     from moesaic.cost.recompute import idle_words
     from moesaic.spec.layout import resolve_layout
     from moesaic.spec.legal import fewest_ranks
-    from moesaic.spec.options import refuse_unbuilt
+    from moesaic.spec.options import refuse_cut_experts_with_libraries
     from moesaic.spec.run import load_run, resolve_balance
 
     run = load_run(file, overrides or [])
-    refuse_unbuilt(run.layout)
+    refuse_cut_experts_with_libraries(run.layout)
     spec = run.model_spec()
     run, notes = resolve_balance(run, spec)
     source = run.model.upcycle_from if run.model.init == "upcycle" else run.model.hf

@@ -145,6 +145,17 @@ class Machine:
         weight = flops / (speed * self.rates.weight_gradient_share) + (4 * weights + moved) * unhidden + fixed
         return Op(name, "moe", "compute", once, once, weight, in_moe=True)
 
+    def own_experts(self, count: Numbers, rows: Numbers, width: Numbers, hidden: int, ways: int) -> list[Op]:
+        """Experts of the trainer, from tokens to their sums, by what was measured of them here: seconds of FLOPs, and
+        of the weights' bytes whatever the rows. Half of backward is for weight gradients."""
+        flops, weights = 2.0 * count * rows * width * hidden, self.item * count * width * hidden
+        rates, ops = self.rates, []
+        for name, matrices in (("experts.up", ways), ("experts.down", 1)):
+            forward = matrices * (rates.expert_flop_seconds * flops + rates.expert_byte_seconds * weights)
+            back = 2 * rates.expert_backward_flop_seconds * flops + rates.expert_backward_byte_seconds * weights
+            ops.append(Op(name, "moe", "compute", forward, matrices * back / 2, matrices * back / 2, in_moe=True))
+        return ops
+
     def memory(
         self,
         name: str,
@@ -339,8 +350,6 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     width, ways = spec.expert.width / c.etp, 2 if spec.expert.gated else 1
     gathered = c.dispatches("allgather")
 
-    casts = np.where(rates.split_casts > 0, count, 1.0)
-
     def moved(name: str, count: Floats) -> Op:
         return m.memory(name, "moe", count, count, kernels=2, share=rates.permute_share, in_moe=True)
 
@@ -366,8 +375,27 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
         "dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3, late=late
     )
     ops += _shared(spec, machine)
-    ops += [moved("permute.send", send), there, moved("permute.arrive", order)]
-    ops += m.cast("experts.cast_input", "moe", total * hidden, True, casts)
+    back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3, late=late)
+    ops += [moved("permute.send", send), there]
+    if rates.expert_flop_seconds + rates.expert_byte_seconds > 0:
+        ops += [*m.own_experts(count, rows, width, hidden, ways), back]
+    else:
+        ops.append(moved("permute.arrive", order))
+        ops += _expert_ops(spec, machine, count, rows, total)
+        ops += [moved("permute.back", order), back]
+    ops.append(moved("permute.sum", send))
+    weights: Numbers = experts * hidden
+    if spec.shared is not None:
+        weights = weights + (3 if spec.shared.gated else 2) * hidden * spec.shared.width / c.tp
+    return ops, weights, count * (ways + 1) * hidden * width
+
+
+def _expert_ops(spec: MoeSpec, machine: Machine, count: Numbers, rows: Numbers, total: Numbers) -> list[Op]:
+    """Rows in the order of experts through their products, by published rates."""
+    m, rates, hidden = machine, machine.rates, machine.work.model.hidden
+    width, ways = spec.expert.width / machine.columns.etp, 2 if spec.expert.gated else 1
+    casts = np.where(rates.split_casts > 0, count, 1.0)
+    ops = m.cast("experts.cast_input", "moe", total * hidden, True, casts)
     ops.append(m.grouped("experts.up", count, rows, ways * width, hidden))
     ops.append(
         m.memory(
@@ -383,12 +411,7 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     if spec.expert.bias:  # grouped matmuls have no bias of their own: it is added to both outputs, and summed backward
         biased = m.item * total * (ways * width + hidden)
         ops.append(m.memory("experts.bias", "moe", 2 * biased, biased, kernels=2, in_moe=True))
-    back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3, late=late)
-    ops += [moved("permute.back", order), back, moved("permute.sum", send)]
-    weights: Numbers = experts * hidden
-    if spec.shared is not None:
-        weights = weights + (3 if spec.shared.gated else 2) * hidden * spec.shared.width / c.tp
-    return ops, weights, count * (ways + 1) * hidden * width
+    return ops
 
 
 def _row_moves(top_k: int, total: Numbers, machine: Machine) -> tuple[Floats, Floats]:

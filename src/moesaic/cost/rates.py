@@ -20,10 +20,10 @@ x  assumed, in the range of published traces.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import median
 
 from moesaic.spec.cluster import ClusterSpec
 
+from .measured import measured
 from .workload import Precision
 
 
@@ -77,6 +77,14 @@ class Rates:
     unhidden_load: float = 0.5
     """Share of the time to move an expert's weights and rows that its FLOPs do not hide. (s: 128 to 9,832 rows per
     expert on B200; a: 128 to 2,048 on H100; mean error 9 %)"""
+    expert_flop_seconds: float = 0.0
+    """Seconds of one FLOP of the trainer's experts in forward, from tokens to their sums; 0 where that is not measured
+    and the constants above say it."""
+    expert_byte_seconds: float = 0.0
+    """Beside these, seconds for each byte of the experts' weights, whatever the rows."""
+    expert_backward_flop_seconds: float = 0.0
+    """The same in backward, of its own FLOPs."""
+    expert_backward_byte_seconds: float = 0.0
     # ------------------------------------------------------------ attention core
     attention_share: float = 1.0
     """Rate of the forward of a fused attention core on long sequences over that of large matmuls. (m: 0.65 of H100's
@@ -256,37 +264,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, **{name: value * slower for name, value in _HOST_NETWORK.items()})
     if cluster.gpu.architecture.startswith("cdna"):
         rates = replace(rates, gemm_share=rates.gemm_share * _INSTINCT)
-    return replace(rates, **_measured(cluster, rates))
-
-
-def _measured(cluster: ClusterSpec, rates: Rates) -> dict[str, float]:
-    """Rates that follow from what `moesaic calibrate` measured on these machines, by name. Matmuls take the fastest
-    shape, links the fastest group, a ratio of passes the middle one."""
-    held, found = cluster.rates, {}
-    kind = "bf16" if "matmul_bf16_forward" in held else "fp32"
-    forward = {(m, n, k): share for m, n, k, share in held.get(f"matmul_{kind}_forward", ())}
-    if forward and "bf16" in cluster.gpu.peak_flops:
-        found["gemm_share"] = max(forward.values()) * (1 + cluster.gpu.peak_flops["bf16"] / rates.gemm_half_peak)
-    backward = [
-        share / forward[m, n, k]
-        for m, n, k, share in held.get(f"matmul_{kind}_weight", ())
-        if forward.get((m, n, k), 0.0) > 0
-    ]
-    if backward:
-        found["weight_gradient_share"] = median(backward)
-    if held.get("memory"):
-        found["memory_share"] = max(speed for _, speed in held["memory"]) / cluster.gpu.memory_bandwidth
-    if held.get("launch"):
-        found["launch_seconds"] = median(row[0] for row in held["launch"])
-    near = [row for row in held.get("all_gather", ()) if row[0] == row[1]]
-    far = [row for row in held.get("all_gather", ()) if row[0] > row[1]]
-    if near:
-        best = max(near, key=lambda row: row[3])
-        found |= {"fast_latency": best[2], "fast_share": best[3] / cluster.gpu.link_bandwidth}
-        exchanges = [row[3] for row in held.get("all_to_all", ()) if row[0] == row[1]]
-        if exchanges:
-            found["alltoall_ratio"] = max(exchanges) / best[3]
-    if far:
-        best = max(far, key=lambda row: row[3])
-        found |= {"network_latency": best[2], "network_share": best[3] / cluster.network_bandwidth}
-    return found
+    found = measured(cluster, rates)
+    if stack.framework != "moesaic":  # what was timed is this package's code
+        found = {name: value for name, value in found.items() if not name.startswith(("expert_", "attention_"))}
+    return replace(rates, **found)

@@ -239,7 +239,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
             matmuls_front, matmuls_back = matmuls_front + op.forward, matmuls_back + behind
     raw = sum(front[c] + back[c] for c in _COMMUNICATION)
 
-    def hide(what: tuple[str, ...], side: dict[str, Numbers], under: Numbers, share: float, where: Numbers) -> None:
+    def hide(what: tuple[str, ...], side: dict[str, Numbers], under: Numbers, share: Numbers, where: Numbers) -> None:
         """Takes `share` of what can run under `under` seconds off, less what both sides lose by it."""
         left = sum(side[c] for c in what)
         saved = np.where(where, share * np.minimum(left, under) * (1 - rates.slowdown), 0.0)
@@ -255,9 +255,12 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
     hide(("dispatch",), front, shared, rates.hidden_shared, overlaps("shared_experts"))
     hide(("dispatch",), back, 2 * shared, rates.hidden_shared, overlaps("shared_experts"))
     hide(("dispatch",), back, weight, rates.hidden_between, overlaps("weight_gradients") & ~overlaps("experts"))
-    # Another micro-batch's forward stands under backward's dispatch and the other way round.
-    hide(("dispatch",), front, back["compute"] + back["memory_bound"], rates.hidden_experts, overlaps("experts"))
-    hide(("dispatch",), back, front["compute"] + front["memory_bound"], rates.hidden_experts, overlaps("experts"))
+    # Another micro-batch's forward stands under backward's dispatch and the other way round. Without a pipeline, whose
+    # bubble has these, the first forward and the last backward are alone.
+    micro = np.maximum(columns.micro_batches(machine.work.global_batch), 1)
+    paired = rates.hidden_experts * np.where(columns.pp == 1, (micro - 1) / micro, 1.0)
+    hide(("dispatch",), front, back["compute"] + back["memory_bound"], paired, overlaps("experts"))
+    hide(("dispatch",), back, front["compute"] + front["memory_bound"], paired, overlaps("experts"))
     device_front, device_back = sum(front.values()), sum(back.values())
     each = rates.launch_seconds * rates.framework_work
     host_front = np.maximum(launches_front * each - device_front, 0.0) + layer.wait

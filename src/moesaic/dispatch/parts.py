@@ -11,7 +11,9 @@ last, sends all gradients off; each part then waits for its own, while later one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,29 @@ from moesaic.mesh.group import Group
 REMOTE_CHUNKS = 2
 """How many messages go to each other rank unless a caller says otherwise: the fewest of which one can hide another.
 Every rank must take the same number, whatever tokens it has."""
+
+
+class _Cuts(threading.local):
+    wanted = True
+
+
+_cuts = _Cuts()
+
+
+@contextlib.contextmanager
+def cutting(wanted: bool) -> Iterator[None]:
+    """Whether layers inside, on this thread, may cut their tokens in parts. Not where another micro-batch runs in the
+    waits anyway, forward and backward. Every rank must say the same."""
+    before, _cuts.wanted = _cuts.wanted, wanted
+    try:
+        yield
+    finally:
+        _cuts.wanted = before
+
+
+def cuts_wanted() -> bool:
+    """What `cutting` said; True outside."""
+    return _cuts.wanted
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def start_reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int], nam
             return Pending(name, group, out, _native_reduce_scatter(out, x_RD, group=group.handle, async_op=True), x_RD)
         parts = x_RD.new_empty(n * mine, *x_RD.shape[1:])
         work = _start_exchange(x_RD, parts, group, counts, [mine] * n)
-    return Pending(name, group, parts, work, x_RD, lambda parts: _sum(parts.unflatten(0, (n, mine))))
+    return Pending(name, group, parts, work, x_RD, lambda parts: sum_of_ranks(parts.unflatten(0, (n, mine))))
 
 
 def reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int]) -> Tensor:
@@ -162,12 +162,12 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
         if op == "max" or flat.numel() <= _SMALL:
             parts = flat.new_empty(n, flat.numel())
             send_to_all(flat, list(parts), group).wait()
-            return x.copy_((parts.amax(0) if op == "max" else _sum(parts)).view_as(x))
+            return x.copy_((parts.amax(0) if op == "max" else sum_of_ranks(parts)).view_as(x))
         share = -(-flat.numel() // n)
         padded = flat if flat.numel() == share * n else torch.nn.functional.pad(flat, (0, share * n - flat.numel()))
         parts = padded.new_empty(n, share)
         messages.exchange(list(padded.view(n, share)), list(parts), group).wait()
-        total = _sum(parts)
+        total = sum_of_ranks(parts)
         whole = padded.new_empty(n, share)
         send_to_all(total, list(whole), group).wait()
         return x.copy_(whole.view(-1)[: flat.numel()].view_as(x))
@@ -177,7 +177,7 @@ _SMALL = 4096
 """Up to so many elements a sum sends everything to everybody: one message's time instead of two."""
 
 
-def _sum(parts: Tensor) -> Tensor:
+def sum_of_ranks(parts: Tensor) -> Tensor:
     """Sum over the first dimension in order, in fp32 for narrower floats."""
     if parts.dtype in (torch.bfloat16, torch.float16):
         return parts.sum(0, dtype=torch.float32).to(parts.dtype)

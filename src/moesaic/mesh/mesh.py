@@ -143,6 +143,16 @@ class Mesh:
         return "local" if self.layout is None else self.layout.dispatcher
 
     @property
+    def overlap(self) -> tuple[str, ...]:
+        """What runs at the same time (`spec.options.OVERLAP`)."""
+        return () if self.layout is None else self.layout.overlap
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether tensor-parallel messages travel under products, rank by rank."""
+        return self.tp.size > 1 and "tensor" in self.overlap
+
+    @property
     def compression(self) -> tuple[str, ...]:
         """What travels with fewer bits (`spec.options.COMPRESSION`)."""
         return () if self.layout is None else self.layout.compression

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.mesh.collectives import _native_gather, _sum, send_to_all
+from moesaic.mesh.collectives import _native_gather, send_to_all, sum_of_ranks
 from moesaic.mesh.group import Group, byte_count
 from moesaic.mesh.traffic import count
 
@@ -99,7 +99,7 @@ class PendingSum:
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the first dimension in order; bf16 parts of an fp32 sum are added in fp32."""
     if parts.dtype == dtype:
-        return _sum(parts)
+        return sum_of_ranks(parts)
     total = parts[0].to(dtype)
     for part in parts[1:]:
         total += part

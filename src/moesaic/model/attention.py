@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.cut import Cut, Piece, new_parameter
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.by_rank import GatheredProducts, Reads
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm, SplitRMSNorm, rms_norm
 from moesaic.model.rope import rotate
@@ -37,7 +38,9 @@ class Attention(nn.Module):
         self.k = Linear(hidden, kv_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
         self.v = Linear(hidden, v_width, spec.qkv_bias, dtype=dtype, device=device, split=tp)
         out_width = spec.heads * spec.v_head_dim
-        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp)
+        by_rank = mesh.by_rank
+        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp, by_rank=by_rank)
+        self.gathered = GatheredProducts(tp) if by_rank else None
         self.q_norm: RMSNorm | SplitRMSNorm
         self.k_norm: RMSNorm | SplitRMSNorm
         if spec.qk_norm == "head":
@@ -54,8 +57,12 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D] of own tokens to [T, D]."""
         spec = self.spec
-        x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
-        q, k, v = self.q(x_TD), self.k(x_TD), self.v(x_TD)
+        layers = (self.q, self.k, self.v)
+        if self.gathered is not None:
+            _, q, k, v = self.gathered(x_TD, sequences.batch, [Reads(layer) for layer in layers])
+        else:
+            x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
+            q, k, v = (layer(x_TD) for layer in layers)
         if spec.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.clip_qkv is not None:

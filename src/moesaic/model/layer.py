@@ -39,7 +39,9 @@ class Layer(nn.Module):
         else:
             self.attn = Attention(spec.attention, hidden, dtype=dtype, device=device, mesh=mesh)
         self.mlp_norm = make_norm(model.norm, hidden, model.norm_eps, model.norm_bias, dtype=dtype, device=device)
-        self.mlp = None if spec.mlp is None else Mlp(spec.mlp, hidden, dtype=dtype, device=device, tp=mesh.tp)
+        self.mlp = None
+        if spec.mlp is not None:
+            self.mlp = Mlp(spec.mlp, hidden, dtype=dtype, device=device, tp=mesh.tp, by_rank=mesh.by_rank)
         self.moe = None if spec.moe is None else Moe(spec.moe, hidden, dtype=dtype, device=device, mesh=mesh)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> tuple[Tensor, Routing | None]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moesaic.mesh.autograd import scatter_tokens
 from moesaic.mesh.cut import Cut, Piece, new_parameter
 from moesaic.mesh.group import Group
+from moesaic.model.by_rank import products_to_tokens
 from moesaic.model.kernels import linear
 
 ALONE = Group.single("tp")
@@ -49,7 +50,8 @@ class Linear(nn.Module):
 class LinearToTokens(nn.Module):
     """y = x Wᵀ + b where a group's ranks hold pieces of x's columns for many tokens, and each wants y of its own.
 
-    This rank holds I / n columns of the weight [O, I]. The bias is whole, because it meets own tokens only.
+    This rank holds I / n columns of the weight [O, I]. The bias is whole, because it meets own tokens only. `by_rank`:
+    some ranks' results travel while others' are computed (see `by_rank`).
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class LinearToTokens(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         split: Group = ALONE,
+        by_rank: bool = False,
     ) -> None:
         super().__init__()
-        self.split = split
+        self.split, self.by_rank = split, by_rank
         columns = (Piece(1, split.size, split.rank),)
         self.weight = new_parameter(Cut((outputs, inputs), columns), dtype=dtype, device=device)
         self.bias = new_parameter(Cut((outputs,)), dtype=dtype, device=device) if bias else None
@@ -72,7 +75,10 @@ class LinearToTokens(nn.Module):
         """x [n · T, I / n] of the group's tokens, `batch` rows, to y [T, O] of this rank's tokens."""
         if self.split.size == 1:
             return linear(x_TI, self.weight, self.bias)
-        y_TO = scatter_tokens(linear(x_TI, self.weight), self.split, batch)
+        if self.by_rank:
+            y_TO = products_to_tokens(x_TI, self.weight, self.split, batch)
+        else:
+            y_TO = scatter_tokens(linear(x_TI, self.weight), self.split, batch)
         return y_TO if self.bias is None else y_TO + self.bias
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.mesh import Mesh
+from moesaic.model.by_rank import GatheredProducts, Reads
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm
-from moesaic.model.recompute import droppable, droppable_output
+from moesaic.model.recompute import droppable, droppable_output, made_again
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
 from moesaic.model.spread import attend_spread
@@ -53,7 +55,9 @@ class LatentAttention(nn.Module):
         kv_width = spec.heads * (self.nope_dim + spec.v_head_dim)
         self.kv_b = Linear(self.kv_rank, kv_width, dtype=dtype, device=device, split=tp)
         out_width = spec.heads * spec.v_head_dim
-        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp)
+        by_rank = mesh.by_rank
+        self.o = LinearToTokens(out_width, hidden, spec.o_bias, dtype=dtype, device=device, split=tp, by_rank=by_rank)
+        self.gathered = GatheredProducts(tp) if by_rank else None
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D] of own tokens to [T, D]."""
@@ -64,20 +68,42 @@ class LatentAttention(nn.Module):
             source = droppable_output("mla_up_proj", self.q_a_norm, self.q_a(x_TD))
         latent, k_rope = self.kv_a(x_TD).split((self.kv_rank, self.rope_dim), dim=-1)
         latent = droppable_output("mla_up_proj", self.kv_a_norm, latent)
-        if tp.size > 1:
+        make: Callable[..., tuple[Tensor, ...]] = self._up
+        if self.gathered is not None:
+            source, latent, k_rope = self._up_by_rank(source, latent, k_rope, sequences.batch)
+            make = self._heads
+        elif tp.size > 1:
             widths = (source.shape[1], self.kv_rank, self.rope_dim)
             joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
             source, latent, k_rope = joined.split(widths, dim=-1)
-        q, k, v = droppable("mla_up_proj", partial(self._up, sequences=sequences), source, latent, k_rope)
+        q, k, v = droppable("mla_up_proj", partial(make, sequences=sequences), source, latent, k_rope)
         out_TO = attend_spread(q, k, v, sequences, spec, self.mesh)
         return self.o(out_TO, sequences.batch)
 
     def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         """Queries and keys [T, H, d], values [T, H, dv] from what the tensor group's tokens are reduced to."""
+        return self._heads(self._up_q(source), self.kv_b(latent), k_rope, sequences)
+
+    @property
+    def _up_q(self) -> Linear:
+        return self.q if self.spec.q_rank is None else self.q_b
+
+    def _up_by_rank(self, source: Tensor, latent: Tensor, k_rope: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys with values, and rotated keys before the rotation, of the tensor group's tokens."""
+        assert self.gathered is not None
+        a = source.shape[1]
+        b = a + self.kv_rank
+        reads = [Reads(self._up_q, 0, a), Reads(self.kv_b, a, b), Reads(None, b)]
+        joined_nTL, q, kv, k_rope = self.gathered(torch.cat((source, latent, k_rope), dim=-1), batch, reads)
+        made_again(
+            "mla_up_proj", partial(GatheredProducts.again, batch=batch, reads=reads), (q, kv, k_rope), joined_nTL
+        )
+        return q, kv, k_rope
+
+    def _heads(self, q: Tensor, kv: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         spec, rows = self.spec, (sequences.batch, sequences.part_length)
-        q = self.q(source) if spec.q_rank is None else self.q_b(source)
         q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)
-        kv = self.kv_b(latent).view(*rows, self.heads, self.nope_dim + spec.v_head_dim)
+        kv = kv.view(*rows, self.heads, self.nope_dim + spec.v_head_dim)
         k_nope, v = kv.split((self.nope_dim, spec.v_head_dim), dim=-1)
         k_rope = k_rope.reshape(*rows, 1, self.rope_dim)
         if spec.rope is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.group import Group
 from moesaic.model.activations import activate, activate_backward
+from moesaic.model.by_rank import GatheredProducts, Reads
 from moesaic.model.linear import ALONE, Linear, LinearToTokens
-from moesaic.model.recompute import droppable
+from moesaic.model.recompute import droppable, made_again
 from moesaic.spec.model import Activation, MlpSpec
 
 
@@ -39,7 +41,7 @@ class Mlp(nn.Module):
     """down(f(gate) · up) with `gate_up.weight` [2F, D] (gate rows, then up rows), or down(f(up)) when not gated.
 
     Tensor parallelism splits F: each rank gathers its group's tokens, computes its part for all of them, and gets back
-    the sums for its own.
+    the sums for its own. `by_rank`: some ranks' tokens travel under the products of others'.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Mlp(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         tp: Group = ALONE,
+        by_rank: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -59,14 +62,23 @@ class Mlp(nn.Module):
             self.gate_up = Linear(hidden, 2 * spec.width, spec.bias, dtype=dtype, device=device, split=tp, segments=2)
         else:
             self.up = Linear(hidden, spec.width, spec.bias, dtype=dtype, device=device, split=tp)
-        self.down = LinearToTokens(spec.width, hidden, spec.bias, dtype=dtype, device=device, split=tp)
+        self.down = LinearToTokens(spec.width, hidden, spec.bias, dtype=dtype, device=device, split=tp, by_rank=by_rank)
+        self.gathered = GatheredProducts(tp) if by_rank else None
 
     def forward(self, x_TD: Tensor, batch: int = 1) -> Tensor:
         """x [T, D], `batch` rows of own tokens, to [T, D]."""
+        word = self.recompute_word
+        if self.gathered is not None:
+            reads = [Reads(self.gate_up if self.spec.gated else self.up)]
+            x_nTD, h_TG = self.gathered(x_TD, batch, reads)
+            made_again(word, partial(GatheredProducts.again, batch=batch, reads=reads), (h_TG,), x_nTD)
+            return self.down(droppable(word, self._activated, h_TG), batch)
         x_TD = gather_tokens(x_TD, self.tp, batch)
-        return self.down(droppable(self.recompute_word, self._activation, x_TD), batch)
+        return self.down(droppable(word, self._activation, x_TD), batch)
 
     def _activation(self, x_TD: Tensor) -> Tensor:
         """The second product's input [T, F]."""
-        h_TG = self.gate_up(x_TD) if self.spec.gated else self.up(x_TD)
+        return self._activated(self.gate_up(x_TD) if self.spec.gated else self.up(x_TD))
+
+    def _activated(self, h_TG: Tensor) -> Tensor:
         return _Activate.apply(h_TG, self.spec.activation, self.spec.gated)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dispatch import PendingDispatch, make_dispatcher
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.expert_gradients import PartGradients
 from moesaic.model.experts import Experts
@@ -40,12 +41,13 @@ class Moe(nn.Module):
         self.dispatcher = make_dispatcher(
             mesh.dispatcher, groups, spec.router.experts, compressed="dispatch" in mesh.compression
         )
-        self.in_parts = mesh.layout is not None and "inside" in mesh.layout.overlap
+        self.in_parts = "inside" in mesh.overlap
         """Whether one part of the tokens travels while experts compute another."""
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
-        self.shared = None if spec.shared is None else Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp)
-        if self.shared is not None:
+        self.shared = None
+        if spec.shared is not None:
+            self.shared = Mlp(spec.shared, hidden, dtype=dtype, device=device, tp=mesh.tp, by_rank=mesh.by_rank)
             self.shared.recompute_word = "shared_experts"
         self.shared_gate = None
         if self.shared is not None and spec.shared_combine != "sum":
@@ -59,7 +61,7 @@ class Moe(nn.Module):
 
     def _run(self, x_TD: Tensor, batch: int) -> tuple[Tensor, ...]:
         routing = self.router(x_TD)
-        start = self.dispatcher.start_parts if self.in_parts else self._start_whole
+        start = self.dispatcher.start_parts if self.in_parts and cuts_wanted() else self._start_whole
         sent = start(x_TD, routing.ids_TK, routing.weights_TK)
         shared_TD = None if self.shared is None else self.shared(x_TD, batch)
         back = []

@@ -190,6 +190,15 @@ def droppable_output(word: str, make: Make, *inputs: Tensor) -> Any:
     return _droppable(word, make, inputs, inside=False)
 
 
+def made_again(word: str, make: Make, made: Sequence[Tensor], *inputs: Tensor) -> None:
+    """`make(*inputs)` would give `made`, which came about in another way: under `word` backward keeps `inputs` of the
+    two."""
+    scope = _active.scope
+    if scope is not None and word in scope.words:
+        kept = [(scope.pack(tensor.detach()), tensor.requires_grad) for tensor in inputs]
+        scope.add(_Part(make, kept, inside=False), made, inputs)
+
+
 def _droppable(word: str, make: Make, inputs: Sequence[Tensor], inside: bool) -> Any:
     scope = _active.scope
     if scope is None or word not in scope.words:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moesaic.dispatch.parts import cutting
 from moesaic.mesh import collectives, lanes
 from moesaic.mesh.group import CommunicationError, Group
 from moesaic.mesh.mesh import Links
@@ -76,6 +77,8 @@ def run_pipeline(
     actions = single_actions(work)
     _check(actions, runners, links, pp_rank, pp_size)
     shapes: dict[Message, tuple[torch.Size, torch.dtype]] = {}
+    # Nothing else runs in the waits of these; the others, paired forward and backward, need no overlap of their own.
+    alone = {each.micro for each in work if not isinstance(each, Pair)}
 
     def activations(message: Message) -> Tensor:
         micro, stage = message[0], runners[message[1] + 1]
@@ -104,7 +107,7 @@ def run_pipeline(
 
     def compute(action: Action, given: Tensor | None) -> Tensor | None:
         runner = runners[action.stage]
-        with around(action):
+        with around(action), cutting(action.micro in alone):
             if action.kind == "F":
                 return runner.forward(action.micro, given)
             if action.kind == "B":

@@ -37,14 +37,6 @@ FLEX_LIBRARIES = ("deepep", "hybridep")
 FLEX_BACKENDS = ("portable", *FLEX_LIBRARIES)
 """What the `flex` dispatcher runs on; `portable` is the hierarchical dispatcher."""
 
-NOT_BUILT = {
-    "overlap": ("tensor",),
-    "recompute": (),
-    "offload": (),
-    "compression": (),
-}
-"""Words that the planner prices and this package's trainer does not have."""
-
 
 def words(
     given: str | Sequence[str], known: Sequence[str], sets: Mapping[str, Sequence[str]] | None = None
@@ -87,22 +79,17 @@ def _offload_rules(table: LayoutTable) -> Iterator[str]:
         yield 'layout.offload has "optimizer" and layout.offload_fraction is 0: give a fraction or leave it out'
 
 
-def refuse_unbuilt(table: LayoutTable) -> None:
-    """Nothing for a layout that the trainer can run.
+def refuse_cut_experts_with_libraries(table: LayoutTable) -> None:
+    """What the planner prices and the trainer does not run.
 
     Raises:
-        SpecError: the first word that the planner prices and the trainer lacks.
+        SpecError: tokens are to come to pieces of experts by a library that brings them to whole ones.
     """
     flex = table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher
     if flex in FLEX_LIBRARIES and table.etp > 1:
         raise SpecError(
             f"{flex} brings tokens to whole experts, and layout.etp is {table.etp}: use etp 1 or hierarchical."
         )
-    for name, given, known in _options(table):
-        asked = (given,) if isinstance(given, str) else words(given, known, RECOMPUTE_SETS)
-        missing = [word for word in asked if word in NOT_BUILT.get(name, ())]
-        if missing:
-            raise SpecError(f"layout.{name} {missing[0]!r} does not exist yet: leave it out.")
 
 
 def _options(table: LayoutTable) -> tuple[tuple[str, str | list[str], tuple[str, ...]], ...]:

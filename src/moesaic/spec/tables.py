@@ -112,8 +112,8 @@ class LayoutTable(Table):
     )
     overlap: Literal["none", "auto"] | list[str] = _key(
         "none",
-        "What runs at the same time: any of gradients, parameters, inside, experts, weight_gradients, between; `auto` "
-        "takes what the cost model finds fastest on the cluster of cluster.gpu.",
+        "What runs at the same time: any of gradients, parameters, tensor, inside, experts, weight_gradients, "
+        "between; `auto` takes what the cost model finds fastest on the cluster of cluster.gpu.",
     )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",

@@ -39,7 +39,7 @@ from moesaic.spec.errors import MoesaicError, SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.legal import fewest_ranks
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.options import refuse_unbuilt
+from moesaic.spec.options import refuse_cut_experts_with_libraries
 from moesaic.spec.run import RunSpec
 from moesaic.train import process
 from moesaic.train.assembly import Assembly, Facts, JobError, difference
@@ -232,7 +232,7 @@ def _layout(run: RunSpec, model: ModelSpec | None, place: Place) -> tuple[Layout
     """The layout of the run on these processes and sentences about it, or the way to start as many as it takes."""
     table, keys, world = run.layout, run.train, place.world
     model = model or run.model_spec()
-    refuse_unbuilt(table)
+    refuse_cut_experts_with_libraries(table)
     library = LIBRARIES.get(table.dispatcher_backend if table.dispatcher == "flex" else table.dispatcher)
     if library is not None:
         library.check(device().kind, keys.dtype)

@@ -167,6 +167,8 @@ def _train(run: RunSpec, spec: ModelSpec, launch: Launch, resume: bool, console:
         notes.append(
             "layout.compression 'gradients' has no effect: with dp·cp = 1 and edp = 1 no gradients are summed."
         )
+    if "tensor" in layout.overlap and layout.tp == 1:
+        notes.append("layout.overlap 'tensor' has no effect: with tp = 1 nothing travels between parts of a layer.")
     if "parameters" in layout.overlap and not state.sharding.is_on:
         notes.append("layout.overlap 'parameters' has no effect: no weights are sharded (layout.sharding, dp·cp, edp).")
 

@@ -32,6 +32,7 @@ from moesaic.mesh.device import device
 from moesaic.model.decoder import Decoder
 from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.layer import Layer
+from moesaic.model.mla import LatentAttention
 from moesaic.model.sequences import Sequences
 
 _autograd: Any = torch.autograd  # which does not say that it counts the graph's nodes
@@ -89,6 +90,7 @@ class Meter(TorchDispatchMode):
         self._places, self._inputs = dict(_places(decoder)), dict(_inputs(decoder))
         self._marks: list[tuple[int, Place]] = []
         """Since which node of the graph, by its number, which module is at work."""
+        self._gathers = dict(_gathers(decoder))
         self._live: dict[int, Made] = {}
         self._events: list[tuple[str, Made, int]] = []
         self._phase = "other"
@@ -207,6 +209,8 @@ class Meter(TorchDispatchMode):
             while stack.pop() is not module:
                 pass
             self._mark()
+        if module in self._gathers and output is not None:
+            self._rename([output[0]], self._gathers[module])
         if isinstance(module, Layer) and output is not None:
             # The next layer's input; where there is none, what waits to be sent.
             self._rename([output[0]], (self._places[module][0], "output"))
@@ -315,6 +319,8 @@ _READS = {
     "attn.q": "norms", "attn.q_b": "latents", "attn.kv_b": "latents", "mlp.gate_up": "norms", "mlp.up": "norms",
 }  # fmt: skip
 """What stands before these in a layer, also where it was gathered for them: later ones decide."""
+_GATHERS = {"attn.gathered": "norms", "mlp.gathered": "norms"}
+"""What these gather, where that is done under products; latents, in latent attention."""
 
 
 def _places(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
@@ -348,6 +354,15 @@ def _inputs(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
     for block in decoder.mtp:
         yield block.get_submodule("norm"), (NOWHERE[0], "mtp")
         yield block.get_submodule("embed_norm"), (NOWHERE[0], "mtp")
+
+
+def _gathers(decoder: Decoder) -> Iterator[tuple[nn.Module, Place]]:
+    """Whose first result is named by what it is."""
+    for number, layer in _layers(decoder):
+        for path, module in layer.named_modules():
+            if path in _GATHERS:
+                latent = path == "attn.gathered" and isinstance(layer.attn, LatentAttention)
+                yield module, (number, "latents" if latent else _GATHERS[path])
 
 
 def _layers(decoder: Decoder) -> Iterator[tuple[int, Layer]]:

@@ -20,6 +20,7 @@ from moesaic.mesh.device import bf16_is_native, device, free_host_memory_bytes
 from moesaic.mesh.group import Group
 from moesaic.model.kernels import compute_dtype
 from moesaic.spec.cluster import members_in_domain
+from moesaic.tune.modules import Calls, attention, experts
 
 Say = Callable[[str], None]
 
@@ -32,6 +33,8 @@ _LONG_SECONDS = 0.25
 _LEAST_SECONDS = 0.001
 """Shorter calls are timed several at once, since the clock and a wait for the device take their time too."""
 
+MODULES: dict[str, Callable[..., Calls]] = {"attention": attention, "experts": experts}
+
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -42,6 +45,9 @@ class Measurements:
     facts: dict[str, Any]
     products: list[tuple[str, str, tuple[int, ...], str, float]] = field(default_factory=list)
     """(precision, kind, shape, product, seconds); kind `matmul` with (m, n, k) or `grouped` with (groups, m, n, k)."""
+    modules: list[tuple[str, str, tuple[int, ...], str, float]] = field(default_factory=list)
+    """The same of `experts` with (experts, rows, width, hidden) and `attention` with (positions, heads, width), by
+    pass."""
     copies: list[tuple[str, int, float]] = field(default_factory=list)
     """(`memory` or `host`, bytes, seconds)."""
     launch_seconds: float = 0.0
@@ -80,6 +86,17 @@ class Plan:
             shapes = [(g, m, n, k) for n, k in sizes for g in (4, 32) for m in (128, 512, 2048)]
         return sorted(shapes, key=math.prod)
 
+    def module_shapes(self, kind: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Shapes of attention cores and of experts, few rows and many; none on an accelerator, whose kernels' figures
+        are published. Weights of the experts are larger than a cache."""
+        if kind != "cpu":
+            return []
+        cores = [(256, 8, 64), (1024, 8, 64)] + ([] if self.quick else [(512, 4, 128), (2048, 4, 128)])
+        rows = [16, 128] if self.quick else [4, 16, 64, 128, 256]
+        experts = [(16, each, 512, 512) for each in rows]
+        experts += [] if self.quick else [(32, each, 256, 512) for each in (16, 64, 256)]
+        return [*(("experts", each) for each in experts), *(("attention", core) for core in cores)]
+
     def copy_bytes(self, kind: str) -> list[int]:
         """Bytes of the tensor that is copied."""
         if kind == "cpu":
@@ -109,15 +126,17 @@ class Bench:
     def run(self) -> Measurements:
         """All of it."""
         alone = self.world.size == 1
-        self._section(0.65 if alone else 0.35)
+        self._section(0.4 if alone else 0.2)
         self.say("products of matrices")
         self._products()
+        self._section(0.25)
+        self._modules()
         self.result.facts["core_share"] = self._core_share()
         self._section(0.35 if alone else 0.1)
         self.say("memory")
         self._copies()
         if not alone:
-            self._section(0.55)
+            self._section(0.45)
             self._messages()
         return self.result
 
@@ -254,6 +273,21 @@ class Bench:
             "weight": each([(a.t(), b) for a, b in zip(ys, xs, strict=True)]),
         }
 
+    # ------------------------------------------------------------ modules of the trainer
+
+    def _modules(self) -> None:
+        shapes = self.plan.module_shapes(self.here.kind)
+        if shapes:
+            self.say("attention and experts")
+        cases = [(precision, kind, shape) for kind, shape in shapes for precision in self.plan.precisions]
+        for precision, kind, shape in self._each("modules", cases):
+            calls = MODULES[kind](*shape, _TORCH[precision], self.here.torch_device)
+            forward = self.seconds(calls.forward, 0.1)
+            both = self.seconds(partial(_pass, calls), 0.2)
+            self.result.modules.append((precision, kind, shape, "forward", forward))
+            # Backward alone cannot be repeated; noise must not make it shorter than any backward is.
+            self.result.modules.append((precision, kind, shape, "backward", max(both - forward, forward)))
+
     # ------------------------------------------------------------ memory
 
     def _copies(self) -> None:
@@ -322,3 +356,7 @@ class Bench:
     def _shift(self, x: Tensor, group: Group) -> None:
         """One message to the next rank and one from it, at the same time, as between pipeline stages."""
         collectives.start_shift(x, group).wait()
+
+
+def _pass(calls: Calls) -> None:
+    calls.backward(calls.forward())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 """What can be measured: products of fp8 and fp4 need kernels and scales of the stack that will run them."""
-QUICK_SECONDS = 8.0
+QUICK_SECONDS = 20.0
 SECONDS = 60.0
 _CROWDED = 0.85
 """Share of its cores below which a measurement on a processor says so."""
@@ -121,6 +121,9 @@ def calibration_of(measured: Measurements) -> Calibration:
     for (precision, kind, shape, product), speed in speeds.items():
         row = [*map(float, shape), _rounded(speed / peaks[precision])]
         rates.setdefault(f"{kind}_{precision}_{product}", []).append(row)
+    for precision, kind, shape, way, seconds in measured.modules:
+        share = _module_flops(kind, shape, way) / seconds / peaks[precision]
+        rates.setdefault(f"{kind}_{precision}_{way}", []).append([*map(float, shape), _rounded(share)])
     for what, size, seconds in measured.copies:
         rates.setdefault(what, []).append([float(size), _rounded(size / seconds)])
     rates["launch"] = [[_rounded(measured.launch_seconds)]]
@@ -196,6 +199,7 @@ def _tables(
     gpu = {
         "name": f"{facts['name']}{threads}",
         "vendor": "",
+        **({"architecture": "cpu"} if facts["kind"] == "cpu" else {}),
         "peak_tflops": {name: peak / 1e12 for name, peak in peaks.items()},
         "memory_gib": _rounded(gib),
         "memory_gb_per_s": _rounded(memory / 1e9),
@@ -241,6 +245,14 @@ def _flops(kind: str, shape: tuple[int, ...]) -> float:
     """2·m·n·k, times the groups."""
     assert len(shape) == (3 if kind == "matmul" else 4)
     return 2.0 * float(np.prod(shape))
+
+
+def _module_flops(kind: str, shape: tuple[int, ...], way: str) -> float:
+    """As `spec.gpus.tables.RATE_COLUMNS` counts them."""
+    if kind == "experts":
+        return 6.0 * float(np.prod(shape)) * (2.0 if way == "backward" else 1.0)
+    positions, heads, width = shape
+    return 2.0 * heads * width * positions * (positions + 1) * (2.5 if way == "backward" else 1.0)
 
 
 def _rounded(value: float) -> float:

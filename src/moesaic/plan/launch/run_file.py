@@ -6,7 +6,7 @@ from typing import Any
 
 from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
-from moesaic.spec.options import FLEX_BACKENDS, FLEX_LIBRARIES, refuse_unbuilt
+from moesaic.spec.options import FLEX_BACKENDS, FLEX_LIBRARIES, refuse_cut_experts_with_libraries
 from moesaic.spec.presets import PRESETS
 from moesaic.spec.run import parse_run
 from moesaic.spec.stages import default_stages
@@ -105,7 +105,7 @@ def _read_back(draft: Draft, plan: Plan, tables: dict[str, dict[str, Any]]) -> N
     work, layout = plan.workload, plan.layout
     run = parse_run(tables)
     try:
-        refuse_unbuilt(run.layout)
+        refuse_cut_experts_with_libraries(run.layout)
         resolved = resolve_layout(
             run.layout, run.model_spec(), layout.world, seq_len=work.seq_len, global_batch=work.global_batch
         )

@@ -34,9 +34,16 @@ Architecture = Literal["ampere", "hopper", "blackwell", "cdna3", "cdna4", "cpu"]
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 PRODUCTS = ("forward", "input", "weight")
 """Of a linear layer: y = x Wᵀ, the gradient of x, the gradient of W."""
+PASSES = ("forward", "backward")
 RATE_COLUMNS: dict[str, tuple[str, ...]] = {
     **{f"matmul_{peak}_{product}": ("m", "n", "k", "efficiency") for peak in PEAKS for product in PRODUCTS},
     **{f"grouped_{peak}_{product}": ("groups", "m", "n", "k", "efficiency") for peak in PEAKS for product in PRODUCTS},
+    **{
+        f"experts_{peak}_{way}": ("experts", "rows", "width", "hidden", "efficiency")
+        for peak in PEAKS
+        for way in PASSES
+    },
+    **{f"attention_{peak}_{way}": ("positions", "heads", "width", "efficiency") for peak in PEAKS for way in PASSES},
     "memory": ("bytes", "bytes_per_second"),
     "host": ("bytes", "bytes_per_second"),
     "launch": ("seconds",),
@@ -46,9 +53,12 @@ RATE_COLUMNS: dict[str, tuple[str, ...]] = {
 
 `matmul_P_forward`: y[m,n] = x[m,k] W[n,k]ᵀ in precision P, `input` and `weight` are the gradients of that x and W, all
 three of 2·m·n·k FLOPs; `efficiency` is FLOP/s over the peak of P in the same file. `grouped_P_…` does so for `groups`
-matrices W at once, each with its own m rows. `memory` moves that many bytes, reads and writes together; `host` copies
-them to the accelerator. `launch` is the time of an operation that has nothing to do. A collective over `size` ranks, of
-which the fewest that share a fast domain are `members`, takes latency_seconds + bytes/bytes_per_second, where bytes are
+matrices W at once, each with its own m rows. `experts_P_…` are the trainer's own gated experts, from tokens to their
+sums, with `rows` choices each: 6·experts·rows·width·hidden FLOPs forward, twice that backward. `attention_P_…` is a
+causal core of `heads` heads of one width over that many positions: 2·heads·width·positions·(positions + 1) FLOPs
+forward, 2.5 times that backward. `memory` moves that many bytes, reads and writes together; `host` copies them to the
+accelerator. `launch` is the time of an operation that has nothing to do. A collective over `size` ranks, of which the
+fewest that share a fast domain are `members`, takes latency_seconds + bytes/bytes_per_second, where bytes are
 those that one rank sends: for B bytes per rank before an all-gather B·(size−1); for B before a reduce-scatter or an
 all-to-all B·(size−1)/size; for an all-reduce of B twice that; for `send` B."""
 

@@ -1,0 +1,112 @@
+"""Constants of the closed form from measurements: what was put into a cluster file comes out as seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.cost.compute import Machine, layer_ops
+from moesaic.cost.measured import nonnegative_line
+from moesaic.cost.rates import Rates, Stack, rates_for
+from moesaic.cost.workload import Columns, Workload
+from moesaic.spec.cluster import ClusterSpec, gpu_named
+from moesaic.spec.families import load_model_spec
+from moesaic.spec.layout import resolve_layout
+from moesaic.spec.tables import LayoutTable
+
+PEAK = 100e9
+FLOP_SECONDS, BYTE_SECONDS = 2e-11, 3e-10
+HEADS, WIDTH, SEQ = 4, 64, 512
+
+
+def _cluster() -> ClusterSpec:
+    """A processor whose experts take FLOP_SECONDS a FLOP and BYTE_SECONDS a byte of their weights, twice that backward,
+    and whose attention reaches half of the peak, as much less as 200 positions make it."""
+    experts, attention = {}, {}
+    for way, work in (("forward", 1), ("backward", 2)):
+        rows = []
+        for count, each, width, hidden in ((16, 16, 512, 512), (16, 128, 512, 512), (32, 64, 256, 512)):
+            flops = 6.0 * count * each * width * hidden * work
+            seconds = flops * FLOP_SECONDS + 12.0 * count * width * hidden * BYTE_SECONDS * work
+            rows.append([count, each, width, hidden, flops / seconds / PEAK])
+        experts[f"experts_fp32_{way}"] = rows
+        attention[f"attention_fp32_{way}"] = [[s, HEADS, 128, 0.5 * s / (s + 200) / work] for s in (256, 1024)]
+    gpu = gpu_named("h100").model_copy(
+        update={"architecture": "cpu", "peak_flops": {"fp32": PEAK, "bf16": PEAK}, "memory_bandwidth": 10e9}
+    )
+    matmul = {"matmul_fp32_forward": [[256, 512, 512, 1.0]]}
+    return ClusterSpec(gpu=gpu, gpus=2, rates={**experts, **attention, **matmul})
+
+
+def _ops(cluster: ClusterSpec, rates: Rates) -> dict[str, tuple[float, float]]:
+    model = load_model_spec(
+        {
+            "model_type": "mixtral",
+            "hidden_size": 256,
+            "intermediate_size": 384,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 1,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": HEADS,
+            "vocab_size": 128,
+            "max_position_embeddings": 1024,
+        }
+    )
+    layout = resolve_layout(LayoutTable(ep=2), model, 2, seq_len=SEQ, global_batch=2)
+    machine = Machine.of(Workload(model, SEQ, 2, precision="fp32"), Columns.of([layout]), cluster, rates)
+    return {
+        op.name: (float(np.max(op.forward)), float(np.max(op.backward_input + op.backward_weight)))
+        for op in layer_ops(model.layers[0], machine).ops
+    }
+
+
+def test_experts_take_the_seconds_that_were_measured():
+    cluster = _cluster()
+    ops = _ops(cluster, rates_for(cluster, Stack("moesaic")))
+    # 512 tokens of each of two ranks choose 2 of 8 experts, 4 of which are on each: 256 rows each.
+    flops, weights = 6.0 * 4 * 256 * 384 * 256, 12.0 * 4 * 384 * 256
+    forward = flops * FLOP_SECONDS + weights * BYTE_SECONDS
+    found = [ops["experts.up"][way] + ops["experts.down"][way] for way in (0, 1)]
+    assert found == [pytest.approx(forward, rel=1e-3), pytest.approx(2 * forward, rel=1e-3)]
+    assert "permute.arrive" not in ops and "experts.activation" not in ops
+
+
+def test_the_attention_core_takes_the_seconds_that_were_measured():
+    cluster = _cluster()
+    rates = rates_for(cluster, Stack("moesaic"))
+    # A head of 64 has two thirds of the rate of one of 128 (`attention_half_width`).
+    flops = 2.0 * HEADS * WIDTH * SEQ * (SEQ + 1)
+    seconds = flops / (0.5 * PEAK * SEQ / (SEQ + 200) * 2 / 3)
+    forward, backward = _ops(cluster, rates)["attention.core"]
+    assert forward == pytest.approx(seconds, rel=0.01)
+    assert backward == pytest.approx(2.5 * 2 * seconds, rel=0.02)
+
+
+def test_other_software_does_not_get_the_trainers_figures():
+    cluster = _cluster()
+    assert rates_for(cluster, Stack("megatron")).expert_flop_seconds == 0
+    assert rates_for(cluster, Stack("megatron")).attention_half == Rates().attention_half
+
+
+@given(
+    a=st.floats(1e-12, 1e-9),
+    b=st.floats(1e-12, 1e-9),
+    points=st.lists(st.tuples(st.floats(1e6, 1e12), st.floats(1e6, 1e12)), min_size=3, max_size=8),
+)
+def test_a_line_without_noise_is_found_again(a, b, points):
+    x, z = np.array(points).T
+    seconds = a * x + b * z
+    if np.linalg.cond(np.stack([x / seconds, z / seconds], axis=1) / [1 / a, 1 / b]) > 1e6:
+        return
+    found = nonnegative_line(x, z, seconds)
+    assert np.allclose(found[0] * x + found[1] * z, a * x + b * z, rtol=1e-6)
+
+
+@given(st.lists(st.tuples(*(st.floats(1e-3, 1e3),) * 3), min_size=1, max_size=8))
+def test_neither_coefficient_is_below_zero(points):
+    x, z, y = np.array(points).T
+    a, b = nonnegative_line(x, z, y)
+    assert a >= 0 and b >= 0 and a + b > 0
