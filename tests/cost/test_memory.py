@@ -320,13 +320,29 @@ def test_dispatchers_differ_in_buffers_only() -> None:
     assert found["hybridep"].overhead - found["alltoall"].overhead > 2 * 2 * 64 * 4096 * 7168 * 0.9
 
 
-def test_parts_sharded_to_the_last_are_gathered_two_at_a_time() -> None:
+def test_embedding_and_head_stay_gathered_where_all_is_sharded() -> None:
     model = load_model_spec("llama3-8b")
     layout = resolve_layout(LayoutTable(sharding="parameters"), model, 8, seq_len=4096, global_batch=64)
     work = Workload(model, 4096, 64)
     whole = replace(layout, sharding="none")
+    # The fullest moment is the loss, when no layer is gathered: embedding, head and final norm are, in bf16.
     more = stage_memory(work, layout, MOESAIC)[0].buffers - stage_memory(work, whole, MOESAIC)[0].buffers
-    assert more == pytest.approx(2 * (2 + 4) * model.vocab * model.hidden)
+    assert more == pytest.approx(2 * (2 * model.vocab + 1) * model.hidden)
+
+
+def test_what_a_backward_has_passed_is_gone() -> None:
+    """The head comes first in backward, beside everything kept; layers before it beside less and less."""
+    model = load_model_spec("llama3-8b")
+    found = []
+    for count in (1, 2):
+        small = model.model_copy(update={"vocab": 1024, "layers": (model.layers[0],) * count})
+        layout = resolve_layout(LayoutTable(), small, 1, seq_len=4096, global_batch=64)
+        found += stage_memory(Workload(small, 4096, 64), layout, MOESAIC)
+    one, two = found
+    # The last layer's backward is the fullest moment of both: it needs the same beside what both keep.
+    assert one.logits == two.logits == 0
+    assert one.buffers == pytest.approx(two.buffers)
+    assert two.activations > 1.9 * one.activations
 
 
 def test_habits_by_framework() -> None:
