@@ -345,6 +345,20 @@ def test_what_a_backward_has_passed_is_gone() -> None:
     assert two.activations > 1.9 * one.activations
 
 
+def test_experts_one_by_one_make_neither_rows_nor_gradients_of_weights() -> None:
+    model = load_model_spec("Mixtral-8x7B")
+    model = model.model_copy(update={"vocab": 1024, "layers": model.layers[:1]})
+    layout = resolve_layout(LayoutTable(), model, 1, seq_len=4096, global_batch=64)
+    together, alone = (
+        stage_memory(Workload(model, 4096, 64), layout, replace(MOESAIC, workspace=0, grouped_products=grouped))[0]
+        for grouped in (True, False)
+    )
+    assert together.activations == alone.activations
+    assert together.buffers > 2 * 8 * 3 * 4096 * 14336
+    # Gradients of hidden states, queries, keys and values, a few of each.
+    assert alone.buffers < 2 * 4096 * 4096 * 12
+
+
 def test_habits_by_framework() -> None:
     assert habits_for("megatron") is habits_for("something else") is MEGATRON
     assert habits_for("moesaic") is MOESAIC
