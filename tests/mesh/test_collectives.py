@@ -102,7 +102,7 @@ def _transposes(rank: int, counts: list[int], batch: int) -> dict[str, tuple[flo
         "scatter_tokens": (batch * 2 * n, lambda x: autograd.scatter_tokens(x, group, batch)),
         "all_to_all": (
             n * (rank + 1),
-            lambda x: autograd.all_to_all(x, group, [rank + 1] * n, list(range(1, n + 1))),
+            lambda x: autograd.start_all_to_all(x, group, [rank + 1] * n, list(range(1, n + 1)))(),
         ),
     }
     out = {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moesaic.cost.habits import MOESAIC
+from moesaic.cost.inside import choose_chunks
 from moesaic.cost.memory import memory
 from moesaic.cost.options import choose_options, recompute_sets
 from moesaic.cost.rates import Stack, rates_for
@@ -58,12 +59,30 @@ def test_a_named_dispatcher_and_named_words_are_left_alone() -> None:
 def test_the_choice_is_the_fastest_of_all_that_were_priced_one_by_one(top_k: int) -> None:
     asked = run({"overlap": "auto"}, H100, top_k)
     model = asked.model_spec()
-    layout, (note,) = chosen_layout(asked, model, WORLD, 8)
+    layout, (note, *_) = chosen_layout(asked, model, WORLD, 8)
     plain = resolve_layout(asked.layout, model, WORLD, seq_len=4096, global_batch=64)
     choice = price(asked, model, plain, WORLD, 8)
-    assert layout == choice.layout and layout.dispatcher in note
+    assert replace(layout, inside_chunks=choice.layout.inside_chunks) == choice.layout and layout.dispatcher in note
     assert {option.dispatcher for option in choice.options} >= {"alltoall", "allgather"}
     assert choice.options[0].step_seconds == min(option.step_seconds for option in choice.options)
+
+
+def test_chunks_are_chosen_for_a_cluster_and_taken_where_they_are_named() -> None:
+    """For each number of experts; without a cluster two chunks, and one where a layer should not be cut."""
+    keys: dict[str, object] = {"overlap": ["inside"], "dispatcher": "alltoall"}
+    for chunks, cluster, wanted in (("auto", {}, 2), (5, {}, 5), (1, H100, 1)):
+        named = run(keys | {"inside_chunks": chunks}, cluster)
+        layout, notes = chosen_layout(named, named.model_spec(), WORLD, 8)
+        assert (layout.chunks(64), notes) == (wanted, [])
+    asked = run(keys, H100)
+    layout, (note,) = chosen_layout(asked, asked.model_spec(), WORLD, 8)
+    work, cluster = Workload(asked.model_spec(), 4096, 64), cluster_of(asked.cluster, WORLD)
+    (choice,) = choose_chunks(work, layout, cluster, rates_for(cluster, Stack("moesaic")))
+    assert layout.chunks(64) == choice.chunks
+    assert f"layers of 64 experts (2048 rows each) in {choice.chunks} chunks" in note and "inside_chunks" in note
+    assert replace(layout, overlap=()).chunks(64) == 1
+    with pytest.raises(SpecError, match="inside_chunks is 0"):
+        chosen_layout(run({"inside_chunks": 0}), asked.model_spec(), WORLD, 8)
 
 
 def test_pricing_together_is_pricing_alone() -> None:

@@ -102,7 +102,7 @@ def layer(shape: LayerShape, variant: str) -> Layer:
         put(moe.experts.gate_up, mine.gate_up)
         put(moe.experts.down, mine.down)
 
-    detail = f"{mesh.dispatcher} dispatcher{', in parts' if moe.in_parts else ''}"
+    detail = f"{mesh.dispatcher} dispatcher{', in parts' if moe.chunks > 1 else ''}"
     return Layer(moe, lambda x_BTD: moe(x_BTD[0])[0], load, detail)
 
 

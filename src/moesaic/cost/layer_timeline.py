@@ -8,9 +8,9 @@ DualPipe, DeepSeek-V3, arXiv 2412.19437, figure 4).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moesaic.spec.errors import SpecError, nearest
 
@@ -21,6 +21,22 @@ What = Literal["forward", "backward", "both", "pair"]
 
 GATE_UP_SHARE = 2 / 3
 """Of a gated MLP's work, the part before its activation: two of three equal matrices."""
+
+
+class Chunk(NamedTuple):
+    """What one chunk has of pieces that are cut."""
+
+    compute: float
+    """Share of the work."""
+    travels: float
+    """Share of what is sent; 0 for what stays on its rank."""
+
+
+Chunks = int | Sequence[Chunk]
+"""How many equal chunks, or what each has; shares add up to 1."""
+ChunkSeconds = float | Mapping[str, tuple[float, float]]
+"""What every chunk after the first costs more: of any piece, or by a piece's name what a pass of it costs however small
+it is, and what its gradients of weights do."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,8 @@ def simulate_layers(
     overlap: Collection[str] = (),
     *,
     what: What | None = None,
-    chunks: int = 4,
-    chunk_seconds: float = 0.0,
+    chunks: Chunks = 4,
+    chunk_seconds: ChunkSeconds = 0.0,
     contention: Contention = ALONE,
     weights: bool = True,
     rank: int = 0,
@@ -70,10 +86,11 @@ def simulate_layers(
     for word in overlap:
         if word not in OVERLAP:
             raise SpecError(f"unknown overlap {word!r}: {nearest(word, OVERLAP)}")
-    if chunks < 1:
+    cuts = [Chunk(1 / chunks, 1 / chunks)] * chunks if isinstance(chunks, int) and chunks > 0 else chunks
+    if isinstance(cuts, int) or not cuts:
         raise SpecError(f"overlap `inside` cuts pieces into {chunks} chunks: it needs at least 1")
     what = what or ("pair" if "experts" in overlap else "both")
-    graph = _Graph(frozenset(overlap), chunks, chunk_seconds, weights, rank)
+    graph = _Graph(frozenset(overlap), cuts, chunk_seconds, weights, rank)
     nodes = [graph.nodes(pieces) for pieces in layers]
     done: tuple[int, ...] = ()
     if what != "backward":
@@ -87,8 +104,8 @@ def stage_seconds(
     layers: Sequence[Sequence[Piece]],
     overlap: Collection[str] = (),
     *,
-    chunks: int = 4,
-    chunk_seconds: float = 0.0,
+    chunks: Chunks = 4,
+    chunk_seconds: ChunkSeconds = 0.0,
     contention: Contention = ALONE,
 ) -> StageSeconds:
     """What `simulate_layers` says about one virtual stage; arguments as there."""
@@ -123,7 +140,9 @@ class _Node:
 class _Graph:
     """Collects tasks: `forward` and `backward` add those of all layers."""
 
-    def __init__(self, overlap: frozenset[str], chunks: int, chunk_seconds: float, weights: bool, rank: int) -> None:
+    def __init__(
+        self, overlap: frozenset[str], chunks: Sequence[Chunk], chunk_seconds: ChunkSeconds, weights: bool, rank: int
+    ) -> None:
         self.overlap, self.chunks, self.chunk_seconds = overlap, chunks, chunk_seconds
         self.weights, self.rank = weights, rank
         self.tasks: list[Task] = []
@@ -150,7 +169,7 @@ class _Graph:
             run_of = runs[place]
             cut = run_of is not None
             follows = cut and place > 0 and runs[place - 1] == run_of
-            count = self.chunks if cut else 1
+            count = len(self.chunks) if cut else 1
             begin = len(nodes)
             for chunk in range(count):
                 after = (ends[chunk],) if follows else ends
@@ -234,19 +253,23 @@ class _Graph:
 
     def _share(self, piece: Piece, count: int, chunk: int) -> Piece:
         """One of `count` chunks of a piece."""
-        extra = self.chunk_seconds if chunk else 0.0
-
-        def part(seconds: float) -> float:
-            return seconds / count + extra if seconds else 0.0
-
         if count == 1:
             return piece
+        share = self.chunks[chunk].compute if piece.stream == "compute" else self.chunks[chunk].travels
+        if isinstance(self.chunk_seconds, Mapping):
+            more, of_weights = (once * (1 - share) for once in self.chunk_seconds.get(piece.name, (0.0, 0.0)))
+        else:
+            more = of_weights = self.chunk_seconds if chunk else 0.0
+
+        def part(seconds: float, more: float = more) -> float:
+            return seconds * share + more if seconds and share else 0.0
+
         return Piece(
             f"{piece.name} {chunk + 1}/{count}",
-            piece.stream,
+            piece.stream if share else "compute",  # what stays here does not wait for what travels
             part(piece.forward),
             part(piece.backward_input),
-            part(piece.backward_weight),
+            part(piece.backward_weight, of_weights),
             part(piece.recompute),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moesaic.dispatch.parts import REMOTE_CHUNKS
 from moesaic.dispatch.protocol import Dispatched, Dispatcher, PendingCombine, PendingDispatch
 from moesaic.dispatch.route import Route, StraightRoute
 
@@ -23,9 +22,7 @@ class LocalDispatcher(Dispatcher):
         here = Dispatched(x_TD, ids_TK, weights_TK, StraightRoute())
         return PendingDispatch(lambda: here)
 
-    def start_parts(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int = REMOTE_CHUNKS
-    ) -> list[PendingDispatch]:
+    def start_parts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int) -> list[PendingDispatch]:
         """One: nothing travels that could be hidden."""
         return [self.start_dispatch(x_TD, ids_TK, weights_TK)]
 

@@ -29,10 +29,6 @@ from moesaic.mesh import collectives
 from moesaic.mesh.dry import Expected, expected
 from moesaic.mesh.group import Group
 
-REMOTE_CHUNKS = 2
-"""How many messages go to each other rank unless a caller says otherwise: the fewest of which one can hide another.
-Every rank must take the same number, whatever tokens it has."""
-
 
 class _Cuts(threading.local):
     wanted = True

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moesaic.dispatch.parts import REMOTE_CHUNKS, ChunkRoute, OwnRoute, chunk_bounds, sum_of
+from moesaic.dispatch.parts import ChunkRoute, OwnRoute, chunk_bounds, sum_of
 from moesaic.dispatch.route import Arrival, Route
 
 
@@ -79,9 +79,7 @@ class Dispatcher(ABC):
         """Begin `dispatch`. x may not change before `finish`."""
         return self._start(self.leg(ids_TK), x_TD, weights_TK)
 
-    def start_parts(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int = REMOTE_CHUNKS
-    ) -> list[PendingDispatch]:
+    def start_parts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, chunks: int) -> list[PendingDispatch]:
         """Begin `dispatch` in parts, those that travel cut in `chunks`, the same number on all ranks.
 
         Finish them in order, each followed by its experts and `start_combine`; `finish_parts` then gives y_TD.

@@ -6,6 +6,7 @@ sum of what all ranks' shares say about it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -40,22 +41,49 @@ class _ReduceScatter(Function):
         return collectives.start_all_gather_rows(grads[0], ctx.group, ctx.counts).wait_beside(), None, None
 
 
-class _AllToAll(Function):
+class _Exchange:
+    """An all-to-all under way, and later that of its gradient."""
+
+    def __init__(self, group: Group, send: list[int], receive: list[int], name: str) -> None:
+        self.group, self.send, self.receive, self.name = group, send, receive, name
+        self.pending: collectives.Pending | None = None
+
+    def start(self, x_RD: Tensor, *, back: bool = False) -> None:
+        there = (self.receive, self.send) if back else (self.send, self.receive)
+        self.pending = collectives.start_all_to_all(x_RD, self.group, *there, self.name)
+
+    def wait(self) -> Tensor:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending.wait_beside()
+
+
+class _StartAllToAll(Function):
+    """Sends rows off. The empty tensor that it returns ties it to its `_FinishAllToAll`, in both directions."""
+
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str) -> Tensor:
-        ctx.group, ctx.send, ctx.receive, ctx.what = group, send, receive, name
-        return collectives.start_all_to_all(x_RD, group, send, receive, name).wait_beside()
+    def forward(ctx: Any, exchange: _Exchange, x_RD: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(x_RD)
+        return x_RD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return (
-            collectives.start_all_to_all(grads[0], ctx.group, ctx.receive, ctx.send, ctx.what).wait_beside(),
-            None,
-            None,
-            None,
-            None,
-        )
+        return None, ctx.exchange.wait()
+
+
+class _FinishAllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, token: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        ctx.exchange.start(grads[0], back=True)
+        return None, grads[0].new_empty(0)
 
 
 class _AllReduce(Function):
@@ -85,11 +113,19 @@ def reduce_scatter_rows(x_RD: Tensor, group: Group, counts: list[int] | None = N
     return _ReduceScatter.apply(x_RD, group, counts)  # type: ignore[no-any-return]
 
 
-def all_to_all(x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = "") -> Tensor:
-    """send[i] rows to rank i, receive[i] rows from it, in rank order."""
+def start_all_to_all(
+    x_RD: Tensor, group: Group, send: list[int], receive: list[int], name: str = ""
+) -> Callable[[], Tensor]:
+    """Begin to send send[i] rows to rank i and to receive receive[i] rows from it, in rank order; what is returned
+    waits for them. x may not change before that.
+
+    In backward the gradient's exchange begins where that wait was, and is waited for where this call was.
+    """
     if group.size == 1:
-        return x_RD
-    return _AllToAll.apply(x_RD, group, send, receive, name)  # type: ignore[no-any-return]
+        return lambda: x_RD
+    exchange = _Exchange(group, send, receive, name)
+    token = _StartAllToAll.apply(exchange, x_RD)
+    return lambda: _FinishAllToAll.apply(exchange, token)  # type: ignore[no-any-return]
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:

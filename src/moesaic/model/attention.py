@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.cut import Cut, Piece, new_parameter
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.by_rank import GatheredProducts, Reads
+from moesaic.model.kernels import linear
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm, SplitRMSNorm, rms_norm
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
-from moesaic.model.spread import attend_spread
+from moesaic.model.spread import attend_in_groups, attend_spread
 from moesaic.spec.model import AttentionSpec
 
 
@@ -57,20 +59,35 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D] of own tokens to [T, D]."""
         spec = self.spec
-        layers = (self.q, self.k, self.v)
+        layout, layers = self.mesh.layout, (self.q, self.k, self.v)
         if self.gathered is not None:
             _, q, k, v = self.gathered(x_TD, sequences.batch, [Reads(layer) for layer in layers])
         else:
             x_TD = gather_tokens(x_TD, self.mesh.tp, sequences.batch)
+            # A norm of all heads together needs them all.
+            groups = 1 if layout is None or spec.qk_norm == "full" else layout.head_groups(self.kv_heads)
+            if groups > 1 and cuts_wanted():
+                pieces = zip(*(layer.pieces(groups) for layer in layers), strict=True)
+                made = (
+                    self._heads(linear(x_TD, *q), linear(x_TD, *k), linear(x_TD, *v), sequences) for q, k, v in pieces
+                )
+                sinks = None if self.sinks is None else self.sinks.chunk(groups)
+                return self.o.of_parts(attend_in_groups(made, sequences, spec, self.mesh, sinks), sequences.batch)
             q, k, v = (layer(x_TD) for layer in layers)
         if spec.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
+        out_TO = attend_spread(*self._heads(q, k, v, sequences), sequences, spec, self.mesh, self.sinks)
+        return self.o(out_TO, sequences.batch)
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections [T, H · d] of any heads to queries, keys and values [T, H, d] as attention takes them."""
+        spec = self.spec
         if spec.clip_qkv is not None:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
         rows = (sequences.batch, sequences.part_length)
-        q = q.view(*rows, self.heads, spec.head_dim)
-        k = k.view(*rows, self.kv_heads, spec.head_dim)
-        v = v.view(-1, self.kv_heads, spec.v_head_dim)
+        q = q.view(*rows, -1, spec.head_dim)
+        k = k.view(*rows, -1, spec.head_dim)
+        v = v.view(rows[0] * rows[1], -1, spec.v_head_dim)
         if not spec.qk_norm_after_rope:
             q, k = self._norm_heads(q, k)
         if spec.rope is not None:
@@ -83,8 +100,7 @@ class Attention(nn.Module):
             positions = sequences.part_positions[:, :, None, None]
             steps = torch.floor((positions.float() + 1) / spec.temperature.floor_positions)
             q = (q * (1 + spec.temperature.scale * torch.log1p(steps))).to(q.dtype)
-        out_TO = attend_spread(q.flatten(0, 1), k.flatten(0, 1), v, sequences, spec, self.mesh, self.sinks)
-        return self.o(out_TO, sequences.batch)
+        return q.flatten(0, 1), k.flatten(0, 1), v
 
     def _norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.qk_norm == "head":

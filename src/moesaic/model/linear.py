@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from moesaic.dispatch.parts import sum_of
 from moesaic.mesh.autograd import scatter_tokens
 from moesaic.mesh.cut import Cut, Piece, new_parameter
 from moesaic.mesh.group import Group
@@ -41,6 +44,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] to y [..., O]."""
         return linear(x, self.weight, self.bias)
+
+    def pieces(self, count: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of `count` equal ranges of y's columns."""
+        biases = [None] * count if self.bias is None else self.bias.chunk(count)
+        return list(zip(self.weight.chunk(count), biases, strict=True))
 
     def extra_repr(self) -> str:
         outputs, inputs = self.weight.shape
@@ -79,6 +87,14 @@ class LinearToTokens(nn.Module):
             y_TO = products_to_tokens(x_TI, self.weight, self.split, batch)
         else:
             y_TO = scatter_tokens(linear(x_TI, self.weight), self.split, batch)
+        return y_TO if self.bias is None else y_TO + self.bias
+
+    def of_parts(self, parts: Sequence[Callable[[], Tensor]], batch: int = 1) -> Tensor:
+        """`forward` of columns of x that come one part after another, all of one width."""
+        columns = self.weight.chunk(len(parts), 1)
+        y_TO = scatter_tokens(
+            sum_of([linear(part(), weight) for part, weight in zip(parts, columns, strict=True)]), self.split, batch
+        )
         return y_TO if self.bias is None else y_TO + self.bias
 
     def extra_repr(self) -> str:

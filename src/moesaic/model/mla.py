@@ -9,17 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.autograd import gather_tokens
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.by_rank import GatheredProducts, Reads
+from moesaic.model.kernels import linear
 from moesaic.model.linear import Linear, LinearToTokens
 from moesaic.model.norms import RMSNorm
 from moesaic.model.recompute import droppable, droppable_output, made_again
 from moesaic.model.rope import rotate
 from moesaic.model.sequences import Sequences
-from moesaic.model.spread import attend_spread
+from moesaic.model.spread import attend_in_groups, attend_spread
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec
+
+Projection = tuple[Tensor, Tensor | None]
+"""A weight and perhaps a bias."""
 
 
 class LatentAttention(nn.Module):
@@ -76,9 +81,22 @@ class LatentAttention(nn.Module):
             widths = (source.shape[1], self.kv_rank, self.rope_dim)
             joined = gather_tokens(torch.cat((source, latent, k_rope), dim=-1), tp, sequences.batch)
             source, latent, k_rope = joined.split(widths, dim=-1)
+        groups = 1 if self.mesh.layout is None else self.mesh.layout.head_groups(self.heads)
+        if groups > 1 and self.gathered is None and cuts_wanted():
+            made = (
+                droppable("mla_up_proj", partial(self._up_with, *pieces, sequences=sequences), source, latent, k_rope)
+                for pieces in zip(self._up_q.pieces(groups), self.kv_b.pieces(groups), strict=True)
+            )
+            return self.o.of_parts(attend_in_groups(made, sequences, spec, self.mesh), sequences.batch)
         q, k, v = droppable("mla_up_proj", partial(make, sequences=sequences), source, latent, k_rope)
         out_TO = attend_spread(q, k, v, sequences, spec, self.mesh)
         return self.o(out_TO, sequences.batch)
+
+    def _up_with(
+        self, q: Projection, kv: Projection, source: Tensor, latent: Tensor, k_rope: Tensor, *, sequences: Sequences
+    ) -> tuple[Tensor, ...]:
+        """`_up` with the weights and biases of some heads."""
+        return self._heads(linear(source, *q), linear(latent, *kv), k_rope, sequences)
 
     def _up(self, source: Tensor, latent: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         """Queries and keys [T, H, d], values [T, H, dv] from what the tensor group's tokens are reduced to."""
@@ -102,15 +120,16 @@ class LatentAttention(nn.Module):
 
     def _heads(self, q: Tensor, kv: Tensor, k_rope: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         spec, rows = self.spec, (sequences.batch, sequences.part_length)
-        q = q.view(*rows, self.heads, self.nope_dim + self.rope_dim)
-        kv = kv.view(*rows, self.heads, self.nope_dim + spec.v_head_dim)
+        q = q.view(*rows, -1, self.nope_dim + self.rope_dim)
+        heads = q.shape[2]
+        kv = kv.view(*rows, heads, self.nope_dim + spec.v_head_dim)
         k_nope, v = kv.split((self.nope_dim, spec.v_head_dim), dim=-1)
         k_rope = k_rope.reshape(*rows, 1, self.rope_dim)
         if spec.rope is not None:
             cos, sin = sequences.rope(spec.rope, self.rope_key)
             q = rotate(q, cos, sin, spec.rope.interleaved, offset=self.nope_dim)
             k_rope = rotate(k_rope, cos, sin, spec.rope.interleaved)
-        k = torch.cat((k_nope, k_rope.expand(*rows, self.heads, self.rope_dim)), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(*rows, heads, self.rope_dim)), dim=-1)
         if self.mesh.cp.size == 1 and spec.v_head_dim < spec.head_dim:
             # As the attention core would, but here, where it can be dropped with the rest.
             v = F.pad(v, (0, spec.head_dim - spec.v_head_dim))

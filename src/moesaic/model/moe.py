@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moesaic.dispatch import PendingDispatch, make_dispatcher
+from moesaic.dispatch import make_dispatcher
 from moesaic.dispatch.parts import cuts_wanted
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.expert_gradients import PartGradients
@@ -41,8 +41,8 @@ class Moe(nn.Module):
         self.dispatcher = make_dispatcher(
             mesh.dispatcher, groups, spec.router.experts, compressed="dispatch" in mesh.compression
         )
-        self.in_parts = "inside" in mesh.overlap
-        """Whether one part of the tokens travels while experts compute another."""
+        self.chunks = 1 if mesh.layout is None else mesh.layout.chunks(spec.router.experts)
+        """In how many chunks rows travel, one while experts compute another; 1 is all at once."""
         self.router = Router(spec.router, hidden, dtype=dtype, device=device)
         self.experts = Experts(spec, hidden, dtype, device, groups)
         self.shared = None
@@ -61,8 +61,10 @@ class Moe(nn.Module):
 
     def _run(self, x_TD: Tensor, batch: int) -> tuple[Tensor, ...]:
         routing = self.router(x_TD)
-        start = self.dispatcher.start_parts if self.in_parts and cuts_wanted() else self._start_whole
-        sent = start(x_TD, routing.ids_TK, routing.weights_TK)
+        if self.chunks > 1 and cuts_wanted():
+            sent = self.dispatcher.start_parts(x_TD, routing.ids_TK, routing.weights_TK, self.chunks)
+        else:
+            sent = [self.dispatcher.start_dispatch(x_TD, routing.ids_TK, routing.weights_TK)]
         shared_TD = None if self.shared is None else self.shared(x_TD, batch)
         back = []
         gradients = None if len(sent) == 1 else PartGradients(len(sent))
@@ -80,6 +82,3 @@ class Moe(nn.Module):
             return torch.addcmul(y_TD, gate.sigmoid(), shared_TD), *routing
         share = gate.softmax(-1)
         return y_TD * share[:, :1] + shared_TD * share[:, 1:], *routing
-
-    def _start_whole(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[PendingDispatch]:
-        return [self.dispatcher.start_dispatch(x_TD, ids_TK, weights_TK)]

@@ -6,11 +6,12 @@ piece of the heads, and back. `ring` (arXiv 2310.01889): keys and values go arou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-from moesaic.mesh.autograd import all_to_all
-from moesaic.mesh.group import Group
+from moesaic.mesh.autograd import start_all_to_all
 from moesaic.mesh.mesh import Mesh
 from moesaic.model.attend import attend
 from moesaic.model.recompute import droppable
@@ -39,7 +40,8 @@ def attend_spread(
     if mesh.cp_kind == "ring":
         plan = sequences.ring_plan(spec.chunk, spec.window)
         return attend_in_ring(q, k, v, plan, group, scale=spec.scale, sinks=sinks).flatten(1)
-    return _ulysses(q, k, v, sequences, spec, group, sinks)
+    (result,) = attend_in_groups([(q, k, v)], sequences, spec, mesh, None if sinks is None else [sinks])
+    return result()
 
 
 def _attend(
@@ -55,33 +57,59 @@ def _attend(
     return droppable("core_attn", core, q, k, v, *(() if sinks is None else (sinks,)))  # type: ignore[no-any-return]
 
 
-def _ulysses(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, spec: AttentionSpec, group: Group, sinks: Tensor | None
-) -> Tensor:
-    n, batch = group.size, sequences.batch
-    heads = q.shape[1] // n
-    if k.shape[1] % n:  # fewer key heads than ranks: each goes to all ranks whose query heads use it
-        k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
-    kv_heads = k.shape[1] // n
-    widths = [heads * q.shape[2], kv_heads * k.shape[2], kv_heads * v.shape[2]]
-    by_rank = torch.cat([x.unflatten(1, (n, -1)).flatten(2) for x in (q, k, v)], dim=-1)  # [T, n, its heads]
-    whole = _exchange(by_rank.transpose(0, 1), group, batch)
-    q, k, v = (
-        part.unflatten(1, (count, -1))
-        for part, count in zip(whole.split(widths, dim=-1), (heads, kv_heads, kv_heads), strict=True)
-    )
-    if sinks is not None:
-        sinks = sinks.unflatten(0, (n, heads))[group.rank]
-    segments = sequences.segments(spec.chunk)
-    out = _attend(q, k, v, segments, spec, sinks)
-    parts = out.unflatten(0, (batch, n, -1)).transpose(0, 1).flatten(0, 2)
-    tokens = len(out) // n
-    back = all_to_all(parts, group, [tokens] * n, [tokens] * n, "head all-to-all")
-    return back.unflatten(0, (n, tokens)).unflatten(2, (heads, -1)).transpose(0, 1).flatten(1, 3)
+class _Heads:
+    """A group of heads of all ranks: to the ranks that attend with them, and their results back."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, mesh: Mesh) -> None:
+        self.group, self.sequences = mesh.cp, sequences
+        n = self.group.size
+        self.heads = q.shape[1] // n
+        if k.shape[1] % n:  # fewer key heads than ranks: each goes to all ranks whose query heads use it
+            k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
+        self.kv_heads = k.shape[1] // n
+        self.widths = [self.heads * q.shape[2], self.kv_heads * k.shape[2], self.kv_heads * v.shape[2]]
+        by_rank = torch.cat([x.unflatten(1, (n, -1)).flatten(2) for x in (q, k, v)], dim=-1)  # [T, n, its heads]
+        self.there = self._start(by_rank.transpose(0, 1).flatten(0, 1))
+
+    def attend(self, spec: AttentionSpec, sinks: Tensor | None) -> None:
+        """Wait for this rank's heads [B · n · s, …], row after row, attend, and begin to send back."""
+        n, batch = self.group.size, self.sequences.batch
+        whole = self.there().unflatten(0, (n, batch, -1)).transpose(0, 1).flatten(0, 2)
+        q, k, v = (
+            part.unflatten(1, (count, -1))
+            for part, count in zip(
+                whole.split(self.widths, dim=-1), (self.heads, self.kv_heads, self.kv_heads), strict=True
+            )
+        )
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (n, self.heads))[self.group.rank]
+        out = _attend(q, k, v, self.sequences.segments(spec.chunk), spec, sinks)
+        self.back = self._start(out.unflatten(0, (batch, n, -1)).transpose(0, 1).flatten(0, 2))
+
+    def result(self) -> Tensor:
+        """Wait for the results of own tokens, [T, heads · dv]."""
+        n = self.group.size
+        return self.back().unflatten(0, (n, -1)).unflatten(2, (self.heads, -1)).transpose(0, 1).flatten(1, 3)
+
+    def _start(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Begin to send n equal pieces of rows."""
+        each = [len(rows) // self.group.size] * self.group.size
+        return start_all_to_all(rows, self.group, each, each, "head all-to-all")
 
 
-def _exchange(by_rank_nTW: Tensor, group: Group, batch: int) -> Tensor:
-    """[n, B · s, W], a block for each rank, to this rank's block of all tokens, [B · n · s, W], row after row."""
-    n, tokens = by_rank_nTW.shape[:2]
-    received = all_to_all(by_rank_nTW.flatten(0, 1), group, [tokens] * n, [tokens] * n, "head all-to-all")
-    return received.unflatten(0, (n, batch, -1)).transpose(0, 1).flatten(0, 2)
+def attend_in_groups(
+    made: Iterable[tuple[Tensor, Tensor, Tensor]],
+    sequences: Sequences,
+    spec: AttentionSpec,
+    mesh: Mesh,
+    sinks: Sequence[Tensor] | None = None,
+) -> list[Callable[[], Tensor]]:
+    """`attend_spread` of groups of heads, each [T, H, d], [T, G, d], [T, G, dv]: what waits for the results of each.
+
+    One group travels while the next is made, while another attends, and while the caller works on the results of the
+    one before (cf. MegaScale-MoE, arXiv 2505.11432, §5.2). Backward has the same gaps.
+    """
+    groups = [_Heads(q, k, v, sequences, mesh) for q, k, v in made]
+    for number, heads in enumerate(groups):
+        heads.attend(spec, None if sinks is None else sinks[number])
+    return [heads.result for heads in groups]

@@ -19,7 +19,17 @@ from .errors import SpecError, nearest
 from .legal import Degrees, Sizes, expert_mesh_sentence, legal_degrees, option_rules, stages_of
 from .model import ModelSpec
 from .nearest import refuse
-from .options import COMPRESSION, OFFLOAD, OFFLOAD_BLOCKS, OVERLAP, RECOMPUTE, RECOMPUTE_SETS, recompute_words, words
+from .options import (
+    COMPRESSION,
+    INSIDE_CHUNKS,
+    OFFLOAD,
+    OFFLOAD_BLOCKS,
+    OVERLAP,
+    RECOMPUTE,
+    RECOMPUTE_SETS,
+    recompute_words,
+    words,
+)
 from .stages import Stage
 from .tables import LayoutTable
 
@@ -111,6 +121,10 @@ class Layout:
     """Parts of a layer whose activations wait there with `activations`."""
     compression: tuple[str, ...] = ()
     """What travels with fewer bits (`spec.options.COMPRESSION`)."""
+    inside_chunks: tuple[tuple[int, int], ...] = ()
+    """(experts, chunks in which rows travel with overlap `inside`) of every expert count; 1 is a layer not cut."""
+    heads_in: int = 1
+    """Groups of heads, at most, that travel one after another with overlap `inside` and cp_kind `ulysses`."""
 
     @property
     def compressed(self) -> tuple[str, ...]:
@@ -146,6 +160,18 @@ class Layout:
         """Expert-parallel degree of layers with that many experts: gcd(ep, experts), which is ep itself unless expert
         counts differ (DeepSpeed-MoE, arXiv 2201.05596, where a layer takes one rank per expert)."""
         return math.gcd(self.ep, experts)
+
+    def chunks(self, experts: int) -> int:
+        """Chunks in which rows of layers with that many experts travel: 1, all at once, without overlap `inside`."""
+        return dict(self.inside_chunks).get(experts, INSIDE_CHUNKS) if "inside" in self.overlap else 1
+
+    def head_groups(self, kv_heads: int) -> int:
+        """In how many groups `kv_heads` key heads of a tensor-parallel rank travel with cp_kind `ulysses`: as many that
+        every rank of cp gets equally many heads of each, and 1, all at once, without overlap `inside`."""
+        if "inside" not in self.overlap or self.cp == 1 or self.cp_kind != "ulysses" or kv_heads % self.cp:
+            return 1
+        each = kv_heads // self.cp
+        return max(n for n in range(1, min(self.heads_in, each) + 1) if each % n == 0)
 
     def layer_edp(self, experts: int) -> int:
         """Ranks that hold the same experts, in layers with that many: edp·ep / layer_ep."""
@@ -261,6 +287,7 @@ def legal_layouts(
 
 
 def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
+    chunks = INSIDE_CHUNKS if table.inside_chunks == "auto" else table.inside_chunks
     return Layout(
         *degrees,
         cp_kind=table.cp_kind,
@@ -284,6 +311,8 @@ def _layout(degrees: Degrees, table: LayoutTable, sizes: Sizes) -> Layout:
         offload_fraction=table.offload_fraction,
         offload_modules=words(table.offload_modules, OFFLOAD_BLOCKS),
         compression=words(table.compression, COMPRESSION),
+        inside_chunks=tuple((count, chunks) for count in sizes.experts),
+        heads_in=chunks,
     )
 
 

@@ -37,6 +37,10 @@ FLEX_LIBRARIES = ("deepep", "hybridep")
 FLEX_BACKENDS = ("portable", *FLEX_LIBRARIES)
 """What the `flex` dispatcher runs on; `portable` is the hierarchical dispatcher."""
 
+INSIDE_CHUNKS = 2
+"""In how many chunks rows travel with overlap `inside` where nothing says how many: the fewest of which one can hide
+another."""
+
 
 def words(
     given: str | Sequence[str], known: Sequence[str], sets: Mapping[str, Sequence[str]] | None = None
@@ -73,6 +77,8 @@ def words_rules(table: LayoutTable) -> Iterator[str]:
             f"layout.overlap 'inside' does not go with {flex}, which takes the tokens of a rank whole and not in "
             "chunks: leave out one of them"
         )
+    if table.inside_chunks != "auto" and table.inside_chunks < 1:
+        yield f'layout.inside_chunks is {table.inside_chunks}; give 1 (rows travel whole), more, or "auto"'
     for name, given, known in _options(table):
         for word in () if isinstance(given, str) else given:
             if word not in known:

@@ -115,6 +115,12 @@ class LayoutTable(Table):
         "What runs at the same time: any of gradients, parameters, tensor, inside, experts, weight_gradients, "
         "between; `auto` takes what the cost model finds fastest on the cluster of cluster.gpu.",
     )
+    inside_chunks: int | Literal["auto"] = _key(
+        "auto",
+        "In how many chunks rows to experts, and heads of Ulysses attention, travel with overlap inside; 1 cuts "
+        "nothing, `auto` is what the cost model finds fastest on the cluster of cluster.gpu, and 2 without one.",
+        "chunks",
+    )
     recompute: Literal["none", "auto"] | list[str] = _key(
         "none",
         "Modules computed again in the backward pass instead of kept: any of layernorm, core_attn, moe_act, mlp, "

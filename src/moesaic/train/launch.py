@@ -278,6 +278,7 @@ def _facts(run: RunSpec, layout: Layout, place: Place) -> Facts:
         "the number of processes": place.world,
         "the layout": str(layout),
         "the dispatcher and the overlap": f"{layout.dispatcher}, {', '.join(layout.overlap) or 'no overlap'}",
+        "the chunks of each number of experts, and of heads": (*layout.inside_chunks, layout.heads_in),
     }
     if layout.dispatcher == "hierarchical":  # groups are made by nodes
         facts["the number of processes on a machine"] = ranks_per_node_here(place.world)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
+from moesaic.cost.inside import choose_chunks, choose_head_groups
 from moesaic.cost.options import Choice, choose_options, recompute_sets
-from moesaic.spec.cluster import cluster_of
+from moesaic.cost.rates import Stack, rates_for
+from moesaic.spec.cluster import ClusterSpec, cluster_of
 from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.legal import option_rules
@@ -21,8 +24,8 @@ _TRIED = ("gradients", "inside", "experts", "weight_gradients")
 def chosen_layout(run: RunSpec, model: ModelSpec, world: int, ranks_per_node: int) -> tuple[Layout, list[str]]:
     """The layout of `run` on `world` ranks with what it leaves open filled in, and sentences that say why.
 
-    With `overlap = "auto"` or `recompute = "auto"`, and with `dispatcher = "auto"` where [cluster] names the
-    accelerator, the cost model chooses.
+    With `overlap = "auto"` or `recompute = "auto"`, and with `dispatcher = "auto"` or `inside_chunks = "auto"` where
+    [cluster] names the accelerator, the cost model chooses.
 
     Raises:
         SpecError: the layout is not legal; overlap or recompute is "auto" and [cluster] names no accelerator; or
@@ -39,13 +42,47 @@ def chosen_layout(run: RunSpec, model: ModelSpec, world: int, ranks_per_node: in
     if world == 1 and "recompute" not in asked:
         return plain, []
     if not asked and (table.dispatcher != "auto" or run.cluster.gpu is None):
-        return plain, []
+        return _in_chunks(run, model, plain, world, ranks_per_node)
     choice = price(run, model, plain, world, ranks_per_node)
     open_keys = [f"layout.{name}" for name in ("dispatcher", "overlap", "recompute") if getattr(table, name) == "auto"]
     notes = [f"The cost model chose {choice.why()} ({', '.join(open_keys)})."]
     if "recompute" in asked:
         notes += choice.recomputes()
-    return choice.layout, notes
+    layout, why = _in_chunks(run, model, choice.layout, world, ranks_per_node)
+    return layout, notes + why
+
+
+def _in_chunks(
+    run: RunSpec, model: ModelSpec, layout: Layout, world: int, ranks_per_node: int
+) -> tuple[Layout, list[str]]:
+    """`layout` with the chunks that the cost model finds fastest, where the run leaves them open and names a cluster,
+    and a sentence about them."""
+    if run.layout.inside_chunks != "auto" or run.cluster.gpu is None or "inside" not in layout.overlap:
+        return layout, []
+    cluster, work = _cluster(run, world, ranks_per_node), workload(run, model)
+    rates = rates_for(cluster, Stack("moesaic"))
+    choices = choose_chunks(work, layout, cluster, rates)
+    found = dict(layout.inside_chunks) | {choice.experts: choice.chunks for choice in choices}
+    why = [choice.why() for choice in choices]
+    if seconds := choose_head_groups(work, layout, cluster, rates):
+        groups = min(seconds, key=lambda most: (seconds[most], most))
+        layout = replace(layout, heads_in=groups)
+        why.append(
+            f"heads of attention in {groups} group{'s' if groups > 1 else ''} at most: {seconds[groups] * 1e3:.3g} ms "
+            f"for all layers predicted, in one {seconds[1] * 1e3:.3g} ms"
+        )
+    if not why:
+        return layout, []
+    layout = replace(layout, inside_chunks=tuple(found.items()))
+    return layout, [f"With overlap inside the cost model chose {'; '.join(why)} (layout.inside_chunks)."]
+
+
+def _cluster(run: RunSpec, world: int, ranks_per_node: int) -> ClusterSpec:
+    """The cluster of a run, as many ranks to a node as there are unless the run says so."""
+    cluster = cluster_of(run.cluster.model_copy(update={"nodes": None}), world)
+    if run.cluster.gpus_per_node is not None:
+        return cluster
+    return cluster.model_copy(update={"gpus_per_node": ranks_per_node, "domain": ranks_per_node})
 
 
 def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_node: int) -> Choice:
@@ -55,9 +92,7 @@ def price(run: RunSpec, model: ModelSpec, plain: Layout, world: int, ranks_per_n
         SpecError: recompute is open and nothing fits.
     """
     table = run.layout
-    cluster = cluster_of(run.cluster.model_copy(update={"nodes": None}), world)
-    if run.cluster.gpus_per_node is None:
-        cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node, "domain": ranks_per_node})
+    cluster = _cluster(run, world, ranks_per_node)
     dispatchers = [plain.dispatcher]
     if table.dispatcher == "auto" and plain.ep * plain.etp > 1:
         dispatchers = ["alltoall", "allgather"] if plain.ep > 1 else ["allgather"]
