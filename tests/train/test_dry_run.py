@@ -40,7 +40,7 @@ def test_a_dry_run_counts_what_the_planner_counts(seed: int) -> None:
 @pytest.mark.parametrize("first", range(6, 106, 25))
 def test_many_dry_runs_count_what_the_planner_counts(first: int) -> None:
     for seed in range(first, first + 25):
-        same_as_the_planner(seed, 0.05)
+        same_as_the_planner(seed, 0.1)
 
 
 def test_the_peak_is_named_by_the_modules_whose_gradients_are_computed() -> None:
