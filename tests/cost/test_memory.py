@@ -320,13 +320,43 @@ def test_dispatchers_differ_in_buffers_only() -> None:
     assert found["hybridep"].overhead - found["alltoall"].overhead > 2 * 2 * 64 * 4096 * 7168 * 0.9
 
 
-def test_parts_sharded_to_the_last_are_gathered_two_at_a_time() -> None:
+def test_embedding_and_head_stay_gathered_where_all_is_sharded() -> None:
     model = load_model_spec("llama3-8b")
     layout = resolve_layout(LayoutTable(sharding="parameters"), model, 8, seq_len=4096, global_batch=64)
     work = Workload(model, 4096, 64)
     whole = replace(layout, sharding="none")
+    # The fullest moment is the loss, when no layer is gathered: embedding, head and final norm are, in bf16.
     more = stage_memory(work, layout, MOESAIC)[0].buffers - stage_memory(work, whole, MOESAIC)[0].buffers
-    assert more == pytest.approx(2 * (2 + 4) * model.vocab * model.hidden)
+    assert more == pytest.approx(2 * (2 * model.vocab + 1) * model.hidden)
+
+
+def test_what_a_backward_has_passed_is_gone() -> None:
+    """The head comes first in backward, beside everything kept; layers before it beside less and less."""
+    model = load_model_spec("llama3-8b")
+    found = []
+    for count in (1, 2):
+        small = model.model_copy(update={"vocab": 1024, "layers": (model.layers[0],) * count})
+        layout = resolve_layout(LayoutTable(), small, 1, seq_len=4096, global_batch=64)
+        found += stage_memory(Workload(small, 4096, 64), layout, MOESAIC)
+    one, two = found
+    # The last layer's backward is the fullest moment of both: it needs the same beside what both keep.
+    assert one.logits == two.logits == 0
+    assert one.buffers == pytest.approx(two.buffers)
+    assert two.activations > 1.9 * one.activations
+
+
+def test_experts_one_by_one_make_neither_rows_nor_gradients_of_weights() -> None:
+    model = load_model_spec("Mixtral-8x7B")
+    model = model.model_copy(update={"vocab": 1024, "layers": model.layers[:1]})
+    layout = resolve_layout(LayoutTable(), model, 1, seq_len=4096, global_batch=64)
+    together, alone = (
+        stage_memory(Workload(model, 4096, 64), layout, replace(MOESAIC, workspace=0, grouped_products=grouped))[0]
+        for grouped in (True, False)
+    )
+    assert together.activations == alone.activations
+    assert together.buffers > 2 * 8 * 3 * 4096 * 14336
+    # Gradients of hidden states, queries, keys and values, a few of each.
+    assert alone.buffers < 2 * 4096 * 4096 * 12
 
 
 def test_habits_by_framework() -> None:

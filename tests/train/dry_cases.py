@@ -12,7 +12,7 @@ from moesaic.spec.errors import SpecError
 from moesaic.spec.layout import Layout, resolve_layout
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.run import RunSpec
-from moesaic.train.dry_run import DryRun, dry_run
+from moesaic.train.dry_run import DryRun, dry_run, enough_micro_batches
 from moesaic.train.predicted import workload
 from tests.cost.kinds import KINDS
 
@@ -76,4 +76,7 @@ def _shards_evenly(layout: Layout, names: list[str]) -> bool:
 def both(model: ModelSpec, run: RunSpec, layout: Layout, rank: int) -> tuple[DryRun, StageMemory]:
     """A rank's dry run, and the planner's figures for its stage."""
     found = dry_run(run, model, layout, rank)
-    return found, stage_memory(workload(run, model), layout, HABITS)[found.stage]
+    # Ids of the micro-batches that a dry run leaves out are not there.
+    micro_batches = enough_micro_batches(layout, run.train.global_batch)
+    work = replace(workload(run, model), global_batch=micro_batches * layout.micro_batch * layout.dp)
+    return found, stage_memory(work, layout, HABITS)[found.stage]

@@ -18,6 +18,7 @@ BLOCK: dict[str, Any] = {"recompute": ["full", "layernorm"], "recompute_method":
 TOGETHER: dict[str, Any] = {"recompute": ["full"], "recompute_layers": 2}
 STAGES: dict[str, Any] = {"pp": 2, "recompute_stages": [["full"], ["layernorm", "mla_up_proj"]]}
 CASES = [
+    (GROUPED, {"recompute": ["full"]}, 1),
     (LATENT, STAGES, 2),
     (GROUPED, TOGETHER | {"tp": 2, "ep": 2}, 2),
     pytest.param(LATENT, BLOCK | {"pp": 2}, 2, marks=pytest.mark.long),
@@ -36,6 +37,7 @@ def test_a_dry_run_counts_what_the_planner_counts(kind: str, keys: dict[str, Any
         found, planned = both(model, run, layout, rank)
         assert found.kept == {module: round(size) for module, size in planned.kept.items()}
         assert found.activations == pytest.approx(planned.activations, rel=1e-9)
+        assert found.peak == pytest.approx(planned.allocated, rel=0.01)
 
 
 @pytest.mark.long

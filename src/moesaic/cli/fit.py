@@ -29,6 +29,8 @@ class Routing(StrEnum):
     worst = "worst"
 
 
+LARGEST = 8
+"""So many consumers of the peak are printed."""
 _IMBALANCE = {Routing.natural: 1.0, Routing.skewed: 2.0, Routing.worst: float("inf")}
 
 
@@ -73,11 +75,13 @@ def fit(
     node = cluster.node_size if cluster else run.cluster.gpus_per_node or 8
     layout, _ = chosen_layout(run, model, size, min(node, size))
     imbalance = _IMBALANCE[routing]
-    planned = stage_memory(replace(workload(run, model), imbalance=imbalance), layout, MOESAIC)
+    work = replace(workload(run, model), imbalance=imbalance)
+    planned = stage_memory(work, layout, MOESAIC)
+    tensors = stage_memory(work, layout, replace(MOESAIC, workspace=0))
     layout.dense_coords(rank)  # refuses a rank that is not there
     ranks = _of_every_stage(layout, rank) if all_stages else [rank]
     found = [dry_run(run, model, layout, each, imbalance, min(node, size)) for each in ranks]
-    facts = [_facts(each, planned[each.stage], cluster) for each in found]
+    facts = [_facts(each, planned[each.stage], tensors[each.stage], cluster) for each in found]
     if as_json:
         print(json.dumps({"layout": str(layout), "world": size, "routing": routing.value, "ranks": facts}, indent=2))
     else:
@@ -90,8 +94,9 @@ def _of_every_stage(layout: Layout, rank: int) -> list[int]:
     return next(list(group) for group in layout.groups("pp") if rank in group)
 
 
-def _facts(found: DryRun, planned: StageMemory, cluster: ClusterSpec | None) -> dict[str, Any]:
-    """One rank as plain data, in bytes."""
+def _facts(found: DryRun, planned: StageMemory, tensors: StageMemory, cluster: ClusterSpec | None) -> dict[str, Any]:
+    """One rank as plain data, in bytes. `tensors`: what is planned without workspaces, which are no tensors."""
+    workspaces = planned.allocated - tensors.allocated
     kept = {
         module: {"dry_run": found.kept.get(module, 0), "planner": planned.kept.get(module, 0.0)}
         for module in sorted({*found.kept, *planned.kept})
@@ -101,11 +106,15 @@ def _facts(found: DryRun, planned: StageMemory, cluster: ClusterSpec | None) -> 
         "gradients": (found.gradients, planned.gradients),
         "optimizer": (found.optimizer, planned.optimizer),
         "activations": (found.activations, planned.activations),
-        "buffers": (found.buffers, planned.logits + planned.buffers),
-        "peak": (found.peak, planned.allocated),
+        "buffers": (found.buffers, tensors.logits + tensors.buffers),
+        "peak": (found.peak, tensors.allocated),
     }
     peaks = {
-        phase: {"total": peak.total, **{name: size for name, size in peak.categories.items() if size}}
+        phase: {
+            "total": peak.total,
+            **{name: size for name, size in peak.categories.items() if size},
+            "consumers": peak.consumers,
+        }
         for phase, peak in found.peaks.items()
     }
     facts: dict[str, Any] = {
@@ -114,7 +123,8 @@ def _facts(found: DryRun, planned: StageMemory, cluster: ClusterSpec | None) -> 
         "categories": {name: {"dry_run": a, "planner": b} for name, (a, b) in rows.items()},
         "kept": kept,
         "phases": peaks,
-        "needed": found.peak + planned.overhead,
+        "workspaces": workspaces,
+        "needed": found.peak + workspaces + planned.overhead,
     }
     if cluster is not None:
         facts |= {"gpu": cluster.gpu.name, "memory": cluster.gpu.memory_bytes}
@@ -171,11 +181,16 @@ def _show(layout: Layout, routing: Routing, facts: list[dict[str, Any]]) -> None
         for phase, sizes in each["phases"].items():
             if phase != "other":
                 table.add_row(f"  {phase}", _gib(sizes["total"]))
+        fullest = max(each["phases"], key=lambda phase: each["phases"][phase]["total"])
+        table.add_section()
+        table.add_row(f"largest at the peak, in {fullest}")
+        for name, size in list(each["phases"][fullest]["consumers"].items())[:LARGEST]:
+            table.add_row(f"  {name}", f"{size / 2**30:.4f}")
         console.print(table)
         if "gpu" in each:
             fits = "fits" if each["fits"] else "does not fit"
             console.print(
-                f"{_gib(each['needed'])} GiB with the context and what the allocator reserves: {fits} "
+                f"{_gib(each['needed'])} GiB with workspaces, the context and what the allocator reserves: {fits} "
                 f"{each['gpu']} with {_gib(each['memory'])} GiB",
                 highlight=False,
             )

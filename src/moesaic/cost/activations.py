@@ -265,12 +265,12 @@ def mtp_kept(model: ModelSpec, work: Workload, columns: Columns, habits: Habits 
     tokens, a, q = tokens_between(work, columns, habits), value_bytes(work.precision), input_bytes(work.precision)
     if habits.loss == "chunks":
         # The loss keeps gradients, not the last norm's output. The norms keep their inputs, of which one is the final
-        # norm's output, and a statistic each.
+        # norm's output, and a statistic each. Only the block's layer is computed again.
         wide = a * model.hidden * tokens
         return [
             Kept("head", "final norm's output, read by the block", wide, always=True),
             Kept("mtp", "embedding of the next tokens, read by its norm", wide, always=True),
-            Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens),
+            Kept("mtp", "joined norms, read by the projection", 2 * q * model.hidden * tokens, always=True),
             Kept("mtp", "input of its last norm", wide, always=True),
             Kept("mtp", "one fp32 statistic of each norm", 3 * FP32 * tokens, always=True),
         ]

@@ -309,7 +309,8 @@ def _core(spec: AttentionSpec, machine: Machine, q: Numbers, kv: Numbers, out: N
         np.where(c.ring, ring_sent.fast, heads_sent.fast), np.where(c.ring, ring_sent.network, heads_sent.network)
     )
     messages = np.where(c.ring, c.cp - 1, 4)
-    exchange = m.exchange("context.exchange", "core_attn", "context", sent, ratio=ratio, back=back, messages=messages)
+    again = "core_attn" if rates.whole_again else ""
+    exchange = m.exchange("context.exchange", again, "context", sent, ratio=ratio, back=back, messages=messages)
     positions = visible_positions(spec, seq)
     flops = 2.0 * (spec.heads / c.tp) * (spec.head_dim + spec.v_head_dim) * positions * m.tokens
     # A kernel sees whole sequences under ulysses, and blocks of s/cp positions in a ring.
@@ -328,7 +329,8 @@ def _mlp(
 ) -> tuple[list[Op], Numbers]:
     m, hidden = machine, machine.work.model.hidden
     width, ways = spec.width / m.columns.tp, 2 if spec.gated else 1
-    ops = [_gather(m, f"tensor.{name}_in", module, hidden, in_moe, where)]
+    around = module if m.rates.whole_again else ""
+    ops = [_gather(m, f"tensor.{name}_in", around, hidden, in_moe, where)]
     ops += m.cast(f"{name}.cast_input", module, m.tokens * hidden, in_moe)
     ops.append(m.gemm(f"{name}.up", module, m.tokens, ways * width, hidden, in_moe=in_moe))
     ops.append(
@@ -341,8 +343,8 @@ def _mlp(
         )
     )
     ops += m.cast(f"{name}.cast_middle", module, m.tokens * width, in_moe)
-    ops.append(m.gemm(f"{name}.down", module, m.tokens, hidden, width, in_moe=in_moe))
-    ops.append(_scatter(m, f"tensor.{name}_out", module, hidden, in_moe, where))
+    ops.append(m.gemm(f"{name}.down", around, m.tokens, hidden, width, in_moe=in_moe))
+    ops.append(_scatter(m, f"tensor.{name}_out", around, hidden, in_moe, where))
     return ops, (ways + 1) * hidden * width
 
 
@@ -407,7 +409,7 @@ def _expert_ops(spec: MoeSpec, machine: Machine, count: Numbers, rows: Numbers, 
     ops.append(
         m.memory(
             "experts.activation",
-            "moe_act",
+            "moe_act" if rates.whole_again else "moe",
             m.item * total * width * (ways + 1),
             m.item * total * width * (2 * ways + 1),
             in_moe=True,

@@ -61,6 +61,12 @@ class Habits:
     gathers_masters: bool = False
     """With sharding, weights are gathered from their fp32 masters (FSDP2), which an offloaded optimizer leaves on the
     device, and which are all that is stored of a sharded weight. Else shards of weights stand beside them."""
+    exact: bool = False
+    """The peak is looked for at the moments that this project's trainer passes through (`moments`), each beside what is
+    still kept then; with a loss in chunks. Else a rank keeps everything until head or most demanding layer have run."""
+    grouped_products: bool = True
+    """Experts run all their rows at once, in tensors. Else, on a processor, one after the other in scratch, which is no
+    tensor of a step, and add gradients of weights to their sums as they go; `exact` alone looks at it."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp."""
     workspace: int = 32 * MIB
@@ -91,6 +97,7 @@ MOESAIC = Habits(
     quantized_weights=False,
     cut_block_projection=False,
     gathers_masters=True,
+    exact=True,
     vocabulary_multiple=1,
     workspaces=2,
 )

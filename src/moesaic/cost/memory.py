@@ -11,7 +11,6 @@ plain bytes. Nothing is fitted: every term is a tensor that exists, or a constan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,18 +18,17 @@ import numpy as np
 
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import LayerSpec, ModelSpec
-from moesaic.spec.stages import Stage, Unit
+from moesaic.spec.stages import Unit
 
 from .activations import backward_extra, head_kept, layer_kept, logits_bytes, mtp_kept, value_bytes
 from .habits import MEGATRON, Habits
-from .inflight import windows
+from .moments import beside, block_moments, embedding_moments, head_moments, layer_moments, pending, root, standing
 from .offload import offloaded
+from .ranks import PARTS, Anatomy, Ranks, distinct_layers, groups
 from .rows import tokens_per_rank
 from .states import has_experts, layer_local, padded_vocabulary, part_local, states, weight_shapes
-from .workload import SCHEDULES, Bools, Columns, Floats, Ints, Workload
+from .workload import Bools, Columns, Floats, Ints, Workload
 
-PARTS = ("embedding", "head", "loss", "mtp")
-_DUALPIPE = SCHEDULES.index("dualpipe")
 _NAMES = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 
 
@@ -91,7 +89,7 @@ def memory(work: Workload, columns: Columns, habits: Habits = MEGATRON) -> Memor
     kinds = _Kinds(work, columns, habits)
     out = {name: np.zeros(len(columns)) for name in (*_NAMES, "total")}
     stage = np.zeros(len(columns), np.int64)
-    for rows, ranks in _groups(work, columns, kinds):
+    for rows, ranks in groups(work, columns, kinds.anatomy):
         parts = kinds.ranks(rows, ranks)
         most = parts["total"].argmax(axis=1)
         stage[rows] = most
@@ -104,7 +102,7 @@ def stage_memory(work: Workload, layout: Layout, habits: Habits = MEGATRON) -> l
     """Memory of every pipeline rank of one layout, with what a micro-batch keeps by module."""
     columns = Columns.of([layout])
     kinds = _Kinds(work, columns, habits)
-    ((rows, ranks),) = _groups(work, columns, kinds)
+    ((rows, ranks),) = groups(work, columns, kinds.anatomy)
     parts = kinds.ranks(rows, ranks)
     result = []
     for rank in range(layout.pp):
@@ -113,44 +111,6 @@ def stage_memory(work: Workload, layout: Layout, habits: Habits = MEGATRON) -> l
         one = sum(kept.values())
         result.append(StageMemory(rank, **values, in_flight=values["activations"] / one if one else 0.0, kept=kept))
     return result
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """What stands on the ranks of one pipeline, and how often at once."""
-
-    holds: Ints
-    """[ranks, kinds]: layers of each kind and parts whose states a rank has."""
-    once: Ints
-    """[ranks, kinds]: those that one micro-batch passes, on all chunks of a rank."""
-    flight: Ints
-    """[positions, kinds]: kinds times micro-batches held, for each position of a rank's window."""
-    first: Ints
-    """[ranks]: where each rank's positions start in `flight`."""
-    freed: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] | None
-    """Of each rank, its kinds in backward, each with those whose backward is over; None where all layers keep alike, so
-    that the last one's backward needs most."""
-
-
-@dataclass(frozen=True)
-class _Anatomy:
-    """Which kind each part of a model is: all that what stands on the ranks depends on, besides the stages."""
-
-    of_layer: tuple[int, ...]
-    """Kind of each decoder layer."""
-    blocks: tuple[int, ...]
-    """Kind of each prediction block."""
-    of_unit: tuple[tuple[Unit, int], ...]
-    """Kind of each unit of layers whose stage says what it computes again."""
-    of_block: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
-    """Kinds of the prediction blocks on such a stage, by its words."""
-    count: int
-    """Kinds in all, PARTS among them as the last."""
-    tied: bool
-
-    @property
-    def parts(self) -> dict[str, int]:
-        return {name: self.count - len(PARTS) + place for place, name in enumerate(PARTS)}
 
 
 class _Kinds:
@@ -174,7 +134,7 @@ class _Kinds:
                 of_block[others] = tuple(self._kind([layer], others) for layer in blocks)
         self.parts = {name: len(self.layers) + place for place, name in enumerate(PARTS)}
         self.count = len(self.layers) + len(PARTS)
-        self.anatomy = _Anatomy(
+        self.anatomy = Anatomy(
             tuple(decoder),
             tuple(self.blocks),
             tuple(units.items()),
@@ -215,19 +175,24 @@ class _Kinds:
             ],
             axis=1,
         )
+        self.exact = habits.exact and habits.loss == "chunks"
+        extra_of = layer_moments if self.exact else backward_extra
         # Dropped tensors are there again while their layer's backward runs, and those of the layers before it that are
         # computed again with it.
         peaks = []
-        for place, tables in enumerate(each):
+        for one, here, tables in zip(self.layers, self.of_kind, each, strict=False):
             there, most = zeros, []
-            for number, table in enumerate(tables):
+            for layer, table in zip(one, tables, strict=True):
                 there = there + sum((row.bytes for row in table), zeros)
-                layer = self.layers[place][number] if place < len(self.layers) else None
-                here = self.of_kind[place]
-                most.append(there + (0 if layer is None else backward_extra(model, layer, work, here, habits)))
+                most.append(there + extra_of(model, layer, work, here, habits))
             peaks.append(np.maximum.reduce(most))
+        peaks += [sum((row.bytes for row in tables[0]), zeros) for tables in each[len(self.layers) :]]
         self.extra = np.stack(peaks, axis=1) - self.kept
         self.gathered = np.stack([np.maximum.reduce([one.gathered for one in several]) for several in held], axis=1)
+        # To the layer after it a unit is its last layer, to the one before it its first.
+        self.ahead = [beside(several[-1], work, columns)[0] for several in local[: len(self.layers)]]
+        self.joined = [beside(several[0], work, columns)[1] for several in local[: len(self.layers)]]
+        self.root, self.root_joined = root([several[0] for several in local[len(self.layers) :]], work, columns)
         self._vocabulary(model, work, columns, habits)
         self._dispatch_buffers(model, work, columns, habits)
         self._shapes(model, columns, habits)
@@ -250,6 +215,19 @@ class _Kinds:
         a, tokens = value_bytes(work.precision), tokens_per_rank(work, columns)
         one, losses = logits_bytes(rows, work, columns, habits), 1 + len(self.blocks)
         weights, inputs = a * rows * model.hidden / columns.tp, a * model.hidden * tokens
+        if self.exact:
+            self.logits = one
+            parts = [
+                embedding_moments(model, rows, work, columns, habits),
+                np.zeros(len(columns)),
+                head_moments(model, rows, work, columns, habits),
+                block_moments(model, work, columns, habits),
+            ]
+            self.extra[:, len(self.layers) :] = np.stack(parts, axis=1)
+            self.standing = standing(model, work, columns)
+            self.pending = pending(rows, model, work, columns)
+            self.main = inputs  # the gradient of the main loss waits for those of the prediction blocks
+            return
         if habits.loss == "chunks":
             self.logits = one
             self.head_extra = losses * (weights + inputs) + 2 * inputs * columns.tp
@@ -288,7 +266,7 @@ class _Kinds:
                     modules[row.module] = modules.get(row.module, 0.0) + size
         return {module: size for module, size in modules.items() if size}
 
-    def ranks(self, rows: Ints, ranks: _Ranks) -> dict[str, Floats]:
+    def ranks(self, rows: Ints, ranks: Ranks) -> dict[str, Floats]:
         """Parts [n, ranks] of the layouts `rows`, which share stages and windows."""
         holds, present = ranks.holds.T.astype(np.float64), ranks.holds > 0
         head = ranks.once[:, self.parts["loss"]] > 0
@@ -297,30 +275,53 @@ class _Kinds:
         shapes = (present.astype(np.int64) @ self.has_shape.astype(np.int64)) > 0
         spaces = self.habits.workspaces + self.habits.grouped_workspaces * (present & self.grouped).any(axis=1)
         buffers = self.placeholders[rows] @ shapes.T.astype(np.float64) + self.habits.workspace * spaces
-        # Two parts are gathered at a time: the one that computes and the one after it.
-        buffers = buffers + _largest(self.gathered[rows], present) * 2
-        layer_peak = self._layer_peak(rows, ranks)
-        logits = self.logits[rows, None] * head
-        head_peak = logits + self.head_extra[rows, None] * head
-        at_head = head_peak > layer_peak
-        logits = np.where(at_head, logits, 0.0)
-        buffers = buffers + np.where(at_head, head_peak - logits, layer_peak)
+        if self.exact:
+            logits, extra = self._exact(rows, ranks, head)
+            buffers = buffers + extra
+        else:
+            # Two parts are gathered at a time: the one that computes and the one after it.
+            buffers = buffers + _largest(self.gathered[rows], present) * 2
+            layer_peak = self._layer_peak(rows, ranks)
+            logits = self.logits[rows, None] * head
+            head_peak = logits + self.head_extra[rows, None] * head
+            at_head = head_peak > layer_peak
+            logits = np.where(at_head, logits, 0.0)
+            buffers = buffers + np.where(at_head, head_peak - logits, layer_peak)
         allocated = weights + gradients + optimizer + activations + logits + buffers
         outside = self.outside[rows, None] * (present & self.grouped).any(axis=1)
         overhead = self.habits.reserved_share * allocated + self.habits.context + outside
         values = (weights, gradients, optimizer, activations, logits, buffers, overhead, allocated + overhead)
         return dict(zip((*_NAMES, "total"), values, strict=True))
 
-    def _layer_peak(self, rows: Ints, ranks: _Ranks) -> Floats:
-        """Most bytes [n, ranks] that the backward of a layer needs beyond what is kept, less what is not kept any more
-        by then."""
-        if ranks.freed is None:
-            return _largest(self.extra[rows], ranks.holds > 0)
-        extra, here = self.extra[rows], (self.kept - self.away)[rows]
-        found = [[extra[:, kind] - here[:, over].sum(axis=1) for kind, over in rank] for rank in ranks.freed]
-        return np.stack([np.maximum.reduce([np.zeros(len(rows)), *each]) for each in found], axis=1)
+    def _layer_peak(self, rows: Ints, ranks: Ranks) -> Floats:
+        """Most bytes [n, ranks] that the backward of a layer needs beyond what is kept. Where layers keep alike that is
+        the last one, before which nothing has gone; else what is not kept any more by then is not there."""
+        at = self.extra[rows][:, ranks.moments[:, 0]]
+        if ranks.differ:
+            at = at - (self.kept - self.away)[rows] @ ranks.moments[:, 3:].T.astype(np.float64)
+        return np.maximum(np.maximum.reduceat(at, ranks.first_moment, axis=1), 0.0)
 
-    def _activations(self, rows: Ints, ranks: _Ranks) -> Floats:
+    def _exact(self, rows: Ints, ranks: Ranks, head: Bools) -> tuple[Floats, Floats]:
+        """Logits, and what else exists beside states and all kept activations, [n, ranks], at the fullest moment."""
+        kinds, behind, ahead = ranks.moments[:, :3].T
+        after = ranks.moments[:, 3:].astype(np.float64)
+        at = self.extra[rows][:, kinds] - (self.kept - self.away)[rows] @ after.T
+        none = [np.zeros(len(self.columns))] * (1 + len(PARTS))
+        gathered, joined = (np.stack([*each, *none], axis=1)[rows] for each in (self.ahead, self.joined))
+        joined[:, self.parts["mtp"]] = self.main[rows]
+        at = at + gathered[:, behind] + joined[:, ahead]
+        sizes = np.diff([*ranks.first_moment, len(kinds)])
+        with_head = np.repeat(head, sizes) & (kinds != self.parts["loss"])
+        at = at + self.pending[rows, None] * with_head
+        parts = (ranks.holds[:, len(self.layers) :] > 0).T.astype(np.float64)
+        at_end = np.isin(kinds, [self.parts["embedding"], self.parts["head"]])
+        at = at + np.repeat(self.root_joined[rows] @ parts, sizes, axis=1) * at_end
+        most = np.maximum.reduceat(at, ranks.first_moment, axis=1)
+        loss = self.extra[rows, None, self.parts["loss"]] * head
+        logits = np.where(head & (loss >= most), self.logits[rows, None], 0.0)
+        return logits, most - logits + self.standing[rows] @ ranks.links.T + self.root[rows] @ parts
+
+    def _activations(self, rows: Ints, ranks: Ranks) -> Floats:
         """Kept bytes [n, ranks] at the worst position of each rank's window. Of what is offloaded two layers' worth
         is on the device: that of the layer that computes and that of the one on its way."""
         flight = ranks.flight.T.astype(np.float64)
@@ -329,18 +330,6 @@ class _Kinds:
         staying = np.maximum.reduceat((self.kept - self.away)[rows] @ flight, ranks.first, axis=1)
         passing = np.maximum.reduceat(self.away[rows] @ flight, ranks.first, axis=1)
         return staying + np.minimum(passing, 2 * _largest(self.away[rows], ranks.once > 0))
-
-
-def distinct_layers(layers: Sequence[LayerSpec]) -> tuple[list[LayerSpec], list[int]]:
-    """The different ones of `layers`, and which of them each is."""
-    found: list[LayerSpec] = []
-    places = []
-    for layer in layers:
-        place = next((i for i, one in enumerate(found) if one is layer or one == layer), len(found))
-        if place == len(found):
-            found.append(layer)
-        places.append(place)
-    return found, places
 
 
 def _largest(values: Floats, present: Bools) -> Floats:
@@ -356,88 +345,3 @@ def _patterns(present: bytes, ranks: int) -> tuple[Bools, Ints]:
     table = np.frombuffer(present, bool).reshape(ranks, -1)
     patterns, rank = np.unique(table, axis=0, return_inverse=True)
     return patterns, rank.reshape(-1)
-
-
-def _groups(work: Workload, columns: Columns, kinds: _Kinds) -> Iterator[tuple[Ints, _Ranks]]:
-    """Layouts that share a stage list, a pipeline, a schedule and how many micro-batches limit what is in flight."""
-    limit = np.minimum(np.maximum(columns.micro_batches(work.global_batch), 1), 2 * columns.pp + 2)
-    extra = columns.overlaps("experts").astype(np.int64)
-    key = columns.stages
-    for column in (columns.pp, columns.schedule, limit, extra):
-        key = key * (int(column.max(initial=0)) + 1) + column
-    order = np.argsort(key, kind="stable")
-    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
-    for rows in np.split(order, starts[1:]) if len(order) else []:
-        one = rows[0]
-        stages, pp, schedule = (
-            columns.stage_lists[columns.stages[one]],
-            int(columns.pp[one]),
-            int(columns.schedule[one]),
-        )
-        yield rows, _ranks(kinds.anatomy, stages, pp, schedule, int(limit[one]), int(extra[one]))
-
-
-@lru_cache(maxsize=8192)
-def _ranks(kinds: _Anatomy, stages: tuple[Stage, ...], pp: int, schedule: int, most: int, ahead: int) -> _Ranks:
-    chunks = len(stages) // pp
-    here = np.stack([_stage_counts(kinds, stage) for stage in stages])
-    passes = here.reshape(chunks, pp, kinds.count).transpose(1, 0, 2)
-    if schedule == _DUALPIPE:
-        # A rank has its own stage and the one as far from the other end.
-        passes = np.concatenate([passes, passes[::-1]], axis=1)
-    once = passes.sum(axis=1)
-    holds = once.copy()
-    embedding, head, mtp = kinds.parts["embedding"], kinds.parts["head"], kinds.parts["mtp"]
-    # Prediction blocks embed tokens with a copy of the table; a tied head on the embedding's rank is the table itself.
-    holds[:, embedding] = np.maximum(holds[:, embedding], holds[:, mtp] > 0)
-    if kinds.tied:
-        holds[holds[:, embedding] > 0, head] = 0
-    flight, first, at = [], [], 0
-    for rank in range(pp):
-        window = windows(schedule, pp, passes.shape[1], rank, most, ahead)
-        distinct = np.unique(window @ passes[rank], axis=0)
-        flight.append(distinct)
-        first.append(at)
-        at += len(distinct)
-    freed = None
-    if any(stage.recompute is not None for stage in stages):
-        both = schedule == _DUALPIPE
-        freed = tuple(
-            tuple(each for stage in _of_rank(stages, rank, pp, both) for each in _over(_in_order(kinds, stage)))
-            for rank in range(pp)
-        )
-    return _Ranks(holds, once, np.concatenate(flight), np.array(first, np.int64), freed)
-
-
-def _of_rank(stages: tuple[Stage, ...], rank: int, pp: int, both: bool) -> tuple[Stage, ...]:
-    """The virtual stages of a pipeline rank; with `both` also those of the rank as far from the other end."""
-    return (*stages[rank::pp], *(stages[pp - 1 - rank :: pp] if both else ()))
-
-
-def _over(order: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Each of some kinds in order of forward, with those after it."""
-    return tuple((kind, order[place + 1 :]) for place, kind in enumerate(order))
-
-
-def _in_order(kinds: _Anatomy, stage: Stage) -> tuple[int, ...]:
-    """Kinds of a virtual stage's layers and prediction blocks, in order of forward."""
-    blocks = kinds.blocks if stage.mtp else ()
-    if stage.recompute is None:
-        return (*(kinds.of_layer[layer] for layer in stage.layers), *blocks)
-    of = dict(kinds.of_unit)
-    if blocks:
-        blocks = dict(kinds.of_block)[stage.recompute.others]
-    return (*(of[unit] for unit in stage.recompute.units), *blocks)
-
-
-def _stage_counts(kinds: _Anatomy, stage: Stage) -> Ints:
-    """[kinds] layers of each kind and parts on one virtual stage."""
-    counts = np.bincount(np.array(_in_order(kinds, stage), np.int64), minlength=kinds.count)
-    if stage.embed:
-        counts[kinds.parts["embedding"]] += 1
-    if stage.mtp:
-        counts[kinds.parts["mtp"]] += len(kinds.blocks)
-    if stage.head:
-        counts[kinds.parts["head"]] += 1
-        counts[kinds.parts["loss"]] += 1
-    return counts

@@ -141,6 +141,10 @@ class Rates:
     regather_norms: float = 1.0
     """1 where tokens gathered for experts are dropped, and gathered again, when the norm before them is recomputed
     (MegaScale-MoE's Fig. 8b), 0 where they are kept as they came."""
+    whole_again: float = 1.0
+    """1 where recompute of `mlp`, `shared_experts` and `core_attn` repeats the whole of them, the second product and
+    what travels too, and that of `moe_act` the activation; 0 where it ends at what backward reads, repeats no message,
+    and experts make their activation again in any case (docs/memory.md)."""
     merge_shared: float = 0.0
     """1 where a shared expert takes the rows that dispatch gathers over the same ranks, 0 where it gathers its own."""
     copy_per_rank: float = 0.0
@@ -241,7 +245,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     if stack.framework == "megascale":
         rates = replace(rates, **_MEGASCALE)
     if stack.framework == "moesaic":
-        rates = replace(rates, copy_per_rank=1.0, regather=0.0, regather_norms=0.0, host_update=0.0)
+        rates = replace(rates, copy_per_rank=1.0, regather=0.0, regather_norms=0.0, whole_again=0.0, host_update=0.0)
     if stack.graphs:
         rates = replace(
             rates,

@@ -264,7 +264,7 @@ def _kind(layer: LayerOps, machine: Machine) -> _Kind:
         gradients = 2 if isinstance(op.backward_weight, np.ndarray) or op.backward_weight > 0 else 1
         launches_front = launches_front + op.launches
         launches_back = launches_back + op.launches * (gradients + again)
-        if op.module == "shared_experts" and op.cause != "tensor":
+        if op.name.startswith("shared_experts.") and not op.name.endswith(".add"):
             shared = shared + op.forward
         if op.cause == "compute":
             matmuls_front, matmuls_back = matmuls_front + op.forward, matmuls_back + behind

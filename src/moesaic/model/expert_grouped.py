@@ -7,6 +7,7 @@ On a CPU torch's grouped product is a loop of ordinary ones; `experts` does bett
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,21 +37,15 @@ def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return sums_EN.index_add_(0, experts_R, values_RN.to(wide)).to(values_RN.dtype)
 
 
-def _sum_per_token(values_RN: Tensor, rows: SortedRows, tokens: int, top_k: int) -> Tensor:
-    """Sum of each token's rows, at most K, in fp32, [T, N] in the type of the rows.
+def _sum_per_token(values_RN: Tensor, rows: SortedRows, tokens: int) -> Tensor:
+    """Sum of each token's rows, in fp32, [T, N] in the type of the rows.
 
-    Gathered, not added by index: on a GPU that adds in any order, and a resumed run would differ from its first life.
+    A bag per token, not added by index: on a GPU that adds in any order, and a resumed run would differ from its first
+    life. Nothing is made for choices of experts elsewhere.
     """
-    places = torch.arange(len(rows.order_R), device=values_RN.device)
-    if len(places) == tokens * top_k:
-        place_R = torch.empty_like(rows.order_R)
-        place_R[rows.order_R] = places
-    else:  # choices of experts elsewhere take a row of zeros
-        place_R = torch.full((tokens * top_k,), len(places), device=values_RN.device)
-        place_R[rows.order_R] = places
-        values_RN = torch.cat((values_RN, values_RN.new_zeros(1, values_RN.shape[1])))
-    values_TKN = values_RN.index_select(0, place_R).view(tokens, top_k, -1)
-    return values_TKN.sum(1, dtype=torch.promote_types(values_RN.dtype, torch.float32)).to(values_RN.dtype)
+    sorted_R, rows_R = rows.tokens_R.sort(stable=True)
+    starts_T = torch.searchsorted(sorted_R, torch.arange(tokens + 1, device=values_RN.device))
+    return torch.nn.functional.embedding_bag(rows_R, values_RN, starts_T, mode="sum", include_last_offset=True)
 
 
 def grouped_forward(
@@ -87,51 +82,47 @@ def grouped_backward(
     h_RG: Tensor,
     grad_y_RD: Tensor,
     offsets_E: Tensor,
-    up_EGD: Tensor,
     down_EDF: Tensor,
     down_bias_ED: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Backward of `grouped_forward` except for parameters: grad_x_RD, grad_weight_R (None without weights), and for
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Backward of `grouped_forward` to the first products' results: grad_weight_R (None without weights), and for
     `grouped_weight_gradients` the activations a_RF times their weights and grad_h_RG."""
     grad_a_RF = _grouped_mm(grad_y_RD, down_EDF, offs=offsets_E)
     a_RF, grad_h_RG = torch.empty_like(grad_a_RF), torch.empty_like(h_RG)
-    grad_weight_R = None
     if weight_R is None:
         activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF, grad_h_RG, a_RF)
-    else:
-        activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF * weight_R[:, None], grad_h_RG, a_RF)
-        grad_weight_R = (grad_a_RF * a_RF).sum(1)
-        a_RF.mul_(weight_R[:, None])
-        if down_bias_ED is not None:
-            grad_weight_R += (grad_y_RD * _per_row(down_bias_ED, offsets_E, h_RG.shape[0])).sum(1)
-    return _grouped_mm(grad_h_RG, up_EGD, offs=offsets_E), grad_weight_R, a_RF, grad_h_RG
+        return None, a_RF, grad_h_RG
+    activate_backward(kind.activation, kind.gated, h_RG, grad_a_RF * weight_R[:, None], grad_h_RG, a_RF)
+    grad_weight_R = grad_a_RF.mul_(a_RF).sum(1)
+    a_RF.mul_(weight_R[:, None])
+    if down_bias_ED is not None:
+        grad_weight_R += (grad_y_RD * _per_row(down_bias_ED, offsets_E, h_RG.shape[0])).sum(1)
+    return grad_weight_R, a_RF, grad_h_RG
 
 
-def grouped_weight_gradients(
-    x_RD: Tensor,
+def grouped_down_gradients(
     weight_R: Tensor | None,
     a_RF: Tensor,
-    grad_h_RG: Tensor,
     grad_y_RD: Tensor,
     offsets_E: Tensor,
     wanted: Sequence[bool],
     adds_down_bias: bool,
 ) -> list[Tensor | None]:
-    """The `wanted` of the gradients of up, down, up bias and down bias. Experts without rows get zeros, and so does a
-    down bias that another rank adds."""
+    """The `wanted` of the gradients of down and down bias, which is zeros where another rank adds it."""
+    down = _grouped_mm(grad_y_RD.t(), a_RF, offs=offsets_E) if wanted[0] else None
+    if not wanted[1]:
+        return [down, None]
+    if not adds_down_bias:
+        return [down, grad_y_RD.new_zeros(offsets_E.shape[0], grad_y_RD.shape[1])]
+    return [down, _sum_per_expert(grad_y_RD if weight_R is None else grad_y_RD * weight_R[:, None], offsets_E)]
 
-    def down_bias() -> Tensor:
-        if not adds_down_bias:
-            return grad_y_RD.new_zeros(offsets_E.shape[0], grad_y_RD.shape[1])
-        return _sum_per_expert(grad_y_RD if weight_R is None else grad_y_RD * weight_R[:, None], offsets_E)
 
-    gradients: tuple[Callable[[], Tensor], ...] = (
-        lambda: _grouped_mm(grad_h_RG.t(), x_RD, offs=offsets_E),
-        lambda: _grouped_mm(grad_y_RD.t(), a_RF, offs=offsets_E),
-        lambda: _sum_per_expert(grad_h_RG, offsets_E),
-        down_bias,
-    )
-    return [gradient() if want else None for gradient, want in zip(gradients, wanted, strict=True)]
+def grouped_up_gradients(
+    x_RD: Tensor, grad_h_RG: Tensor, offsets_E: Tensor, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """The `wanted` of the gradients of up and up bias. Experts without rows get zeros."""
+    up = _grouped_mm(grad_h_RG.t(), x_RD, offs=offsets_E) if wanted[0] else None
+    return [up, _sum_per_expert(grad_h_RG, offsets_E) if wanted[1] else None]
 
 
 class GroupedExperts(torch.autograd.Function):
@@ -170,7 +161,8 @@ class GroupedExperts(torch.autograd.Function):
             ctx.module, ctx.rows, ctx.shape_TK, ctx.later = module, rows, ids_TK.shape, later
             ctx.parts = parts or PartGradients(1)
             ctx.save_for_backward(x_TD, weight_R, h_RG, *parameters)
-        return _sum_per_token(y_RD, rows, *ids_TK.shape)
+        del x_RD
+        return _sum_per_token(y_RD, rows, len(ids_TK))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -180,35 +172,57 @@ class GroupedExperts(torch.autograd.Function):
         (grad_y_TD,) = outputs
         rows, on_input, adds_bias = ctx.rows, ctx.module.weights_on_input, ctx.module.adds_down_bias
         inner_R = None if on_input else weight_R
-        plain_RD = x_TD.index_select(0, rows.tokens_R)
-        x_RD = plain_RD * weight_R[:, None] if on_input else plain_RD
-        grad_y_RD = grad_y_TD.index_select(0, rows.tokens_R)
-        grad_x_RD, grad_weight_R, a_RF, grad_h_RG = grouped_backward(
-            ctx.module.kind, inner_R, h_RG, grad_y_RD, ends_E, up_EGD, down_EDF, down_bias_ED
-        )
 
-        def left_gradients(leaves: Leaves) -> list[Tensor | None]:
-            # Rows are gathered again: kept until now they would be top-k times as large as the tokens.
+        def inputs() -> Tensor:
             x_RD = x_TD.index_select(0, rows.tokens_R)
-            if on_input:
-                x_RD.mul_(weight_R[:, None])
-            grad_y_RD = grad_y_TD.index_select(0, rows.tokens_R)
-            wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
-            return grouped_weight_gradients(x_RD, inner_R, a_RF, grad_h_RG, grad_y_RD, ends_E, wanted, adds_bias)
+            return x_RD.mul_(weight_R[:, None]) if on_input else x_RD
 
+        # Each large tensor goes as soon as its last reader has read it, so that few stand beside each other.
+        grad_y_RD = grad_y_TD.index_select(0, rows.tokens_R)
+        grad_weight_R, a_RF, grad_h_RG = grouped_backward(
+            ctx.module.kind, inner_R, h_RG, grad_y_RD, ends_E, down_EDF, down_bias_ED
+        )
+        grads: list[Tensor | None] = [None] * 4
         if ctx.later is None:
             wanted = ctx.needs_input_grad[4:8]
-            grads = ctx.parts.add(
-                grouped_weight_gradients(x_RD, inner_R, a_RF, grad_h_RG, grad_y_RD, ends_E, wanted, adds_bias)
-            )
+            grads[1::2] = grouped_down_gradients(inner_R, a_RF, grad_y_RD, ends_E, wanted[1::2], adds_bias)
+            del a_RF, grad_y_RD
+            grads[::2] = grouped_up_gradients(inputs(), grad_h_RG, ends_E, wanted[::2])
+            grads = ctx.parts.add(grads)
         else:
-            grads = [None] * 4
-            ctx.later.leave(left_gradients)
+            del grad_y_RD
+            ctx.later.leave(partial(_left_gradients, inputs, inner_R, a_RF, grad_h_RG, grad_y_TD, ctx.rows, adds_bias))
+            del a_RF
+        grad_x_RD = _grouped_mm(grad_h_RG, up_EGD, offs=ends_E)
+        del grad_h_RG
         if grad_weight_R is None:
-            grad_weight_R = (grad_x_RD * plain_RD).sum(1)
-            grad_x_RD = grad_x_RD * weight_R[:, None]
-        grad_x_TD = _sum_per_token(grad_x_RD, rows, *ctx.shape_TK)
+            grad_weight_R = (x_TD.index_select(0, rows.tokens_R).mul_(grad_x_RD)).sum(1)
+            grad_x_RD.mul_(weight_R[:, None])
+        grad_x_TD = _sum_per_token(grad_x_RD, rows, ctx.shape_TK[0])
+        del grad_x_RD
         new = torch.empty if ctx.module.has_all_experts else torch.zeros
         grad_weights_TK = new(ctx.shape_TK, dtype=torch.float32, device=x_TD.device)
         grad_weights_TK.view(-1).index_copy_(0, rows.order_R, grad_weight_R.float())
         return None, grad_x_TD, None, grad_weights_TK, *grads, None, None, None
+
+
+def _left_gradients(
+    inputs: Callable[[], Tensor],
+    weight_R: Tensor | None,
+    a_RF: Tensor,
+    grad_h_RG: Tensor,
+    grad_y_TD: Tensor,
+    rows: SortedRows,
+    adds_down_bias: bool,
+    leaves: Leaves,
+) -> list[Tensor | None]:
+    """The weight gradients that a backward left. Rows are gathered again: kept until now they would be top-k times as
+    large as the tokens."""
+    ends_E = rows.ends_E.to(torch.int32)
+    wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+    grads: list[Tensor | None] = [None] * 4
+    grads[1::2] = grouped_down_gradients(
+        weight_R, a_RF, grad_y_TD.index_select(0, rows.tokens_R), ends_E, wanted[1::2], adds_down_bias
+    )
+    grads[::2] = grouped_up_gradients(inputs(), grad_h_RG, ends_E, wanted[::2])
+    return grads

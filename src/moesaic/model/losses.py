@@ -91,8 +91,10 @@ class _CrossEntropy(torch.autograd.Function):
         weight = weight_VD.to(product)
         loss = torch.zeros((), dtype=summed, device=x_TD.device)
         grad_x_ND = torch.empty_like(rows_ND) if with_grad else None
+        # Products of another type come in tensors of their own, of which the first is the sum's beginning.
+        begun = (0, 0) if len(labels_N) and product != summed else weight.shape
         make_weight = torch.empty if len(labels_N) else torch.zeros
-        grad_weight = make_weight(weight.shape, dtype=summed, device=x_TD.device) if with_grad else None
+        grad_weight = make_weight(begun, dtype=summed, device=x_TD.device) if with_grad else None
         grad_bias = torch.zeros(weight.shape[0], dtype=summed, device=x_TD.device) if with_grad else None
         chunk = max(16, LOGIT_BYTES // (weight.shape[0] * summed.itemsize))
         buffer = x_TD.new_empty(min(chunk, rows_ND.shape[0]), weight.shape[0], dtype=product)
@@ -117,6 +119,8 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 part = (grad_logits.t() @ x).to(summed).mul_(scale / divisor)
                 grad_weight = part if start == 0 else grad_weight.add_(part)
+                del part
+            del logits, grad_logits  # before the next ones are made
         if grad_x_ND is not None and grad_weight is not None and grad_bias is not None:
             if kept_N is not None:
                 grad_x_ND = torch.zeros_like(x_TD).index_copy_(0, kept_N, grad_x_ND)

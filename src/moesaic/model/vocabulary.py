@@ -148,6 +148,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             grad_logits = grad_logits.to(product)
             grad_x_ND[start : start + chunk] = (grad_logits @ weight).mul_(scale / divisor)
             grad_weight.add_((grad_logits.t() @ x).to(wide), alpha=scale / divisor)
+            del logits, grad_logits  # before the next ones are made
         if grad_x_ND is not None and grad_weight is not None and grad_bias is not None:
             grad_everyone_TD = torch.zeros_like(everyone_TD).index_copy_(0, kept_N, grad_x_ND)
             grad_x_TD = collectives.reduce_scatter(grad_everyone_TD.unflatten(0, (tp.size, own)), tp)

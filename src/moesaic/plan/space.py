@@ -27,6 +27,7 @@ from moesaic.spec.cluster import ClusterSpec
 from moesaic.spec.layout import Layout
 from moesaic.spec.legal import Degrees, Sizes, legal_degrees
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.options import INSIDE_CHUNKS
 from moesaic.spec.stages import Stage
 from moesaic.spec.tables import LayoutTable
 
@@ -258,4 +259,6 @@ def layouts_of(columns: Columns, model: ModelSpec) -> Iterator[Layout]:
             offload=words_of(OFFLOAD, int(columns.offload[row])),
             offload_fraction=float(columns.offload_fraction[row]),
             offload_modules=words_of(OFFLOAD_BLOCKS, int(columns.offload_modules[row])),
+            inside_chunks=tuple((count, INSIDE_CHUNKS) for count in experts),
+            heads_in=INSIDE_CHUNKS,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -178,15 +178,7 @@ class _Meter(Meter):
     """A meter that takes what sharding gathered for weights and their gradients, not for activations."""
 
     def __init__(self, state: TrainState) -> None:
-        moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
-        masters = list(state.optimizer.masters.values())
-        held: dict[str, list[Tensor]] = {
-            # What is stored of a spread parameter is its master; what computes is gathered.
-            "parameters": [p for p in state.decoder.parameters() if not isinstance(p, DTensor)],
-            "optimizer": [*masters, *moments],
-            "other": list(state.decoder.buffers()),
-        }
-        super().__init__(state.decoder, held)
+        super().__init__(state.decoder, state.held())
         self._began: dict[Made, int] = {}
         """Since which event a pass keeps what another stage sent; before, it was on its way."""
         self._sharding = state.sharding

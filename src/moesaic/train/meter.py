@@ -1,7 +1,8 @@
 """The memory meter: what every tensor storage of this process is for, from its making to its end.
 
 While it is on, each operation's results are looked at: a storage that is new is noted with its bytes, the phase and the
-module that made it, and noted again when nothing refers to it any more. That sees what autograd saves, what functions
+module that made it (in backward: whose forward made the node at work), and noted again when nothing refers to it any
+more. That sees what autograd saves, what functions
 keep for backward by themselves, gradients and temporaries alike; it does not see what a kernel allocates and frees
 inside. Views and results written in place have no storage of their own and are counted once.
 
@@ -11,6 +12,7 @@ inside. Views and results written in place have no storage of their own and are 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import threading
@@ -32,6 +34,8 @@ from moesaic.model.expert_memory import POOL, WORKSPACE
 from moesaic.model.layer import Layer
 from moesaic.model.mla import LatentAttention
 from moesaic.model.sequences import Sequences
+
+_autograd: Any = torch.autograd  # which does not say that it counts the graph's nodes
 
 Place = tuple[int, str]
 """A layer's number, −1 outside of layers, and a module as the planner names it."""
@@ -84,6 +88,8 @@ class Meter(TorchDispatchMode):
     def __init__(self, decoder: Decoder, state: dict[str, list[Tensor]], limit: int | None = None) -> None:
         super().__init__()
         self._places, self._inputs = dict(_places(decoder)), dict(_inputs(decoder))
+        self._marks: list[tuple[int, Place]] = []
+        """Since which node of the graph, by its number, which module is at work."""
         self._gathers = dict(_gathers(decoder))
         self._live: dict[int, Made] = {}
         self._events: list[tuple[str, Made, int]] = []
@@ -181,13 +187,19 @@ class Meter(TorchDispatchMode):
             if name == "dispatch" and operation.startswith(_OF_THE_GATE):
                 return layer, "shared_experts"
             return place
-        return NOWHERE
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return NOWHERE
+        # Backward: of the module that made the node.
+        found = bisect.bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0])
+        return self._marks[found - 1][1] if 0 < found < len(self._marks) else NOWHERE
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module in self._inputs:
             self._rename([args[0]], self._inputs[module])
         if module in self._places:
             self._stack().append(module)
+            self._mark()
             if isinstance(module, Layer):
                 self._sequences = args[1]
 
@@ -196,11 +208,16 @@ class Meter(TorchDispatchMode):
         if module in stack:
             while stack.pop() is not module:
                 pass
+            self._mark()
         if module in self._gathers and output is not None:
             self._rename([output[0]], self._gathers[module])
         if isinstance(module, Layer) and output is not None:
             # The next layer's input; where there is none, what waits to be sent.
             self._rename([output[0]], (self._places[module][0], "output"))
+
+    def _mark(self) -> None:
+        stack = self._stack()
+        self._marks.append((_autograd._get_sequence_nr(), self._places[stack[-1]] if stack else NOWHERE))
 
     def _rename(self, tensors: Iterable[Tensor], place: Place) -> None:
         for made in self._known(tensors):

@@ -66,10 +66,7 @@ class Metered:
         self.step, state = step, self.state
         if step > self.steps:
             return
-        moments = [each[kind] for each in state.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
-        parameters = [*state.decoder.parameters(), *state.decoder.buffers()]
-        held = {"parameters": parameters, "optimizer": [*state.optimizer.masters.values(), *moments]}
-        self.meter = Meter(state.decoder, held, LIMIT_BYTES)
+        self.meter = Meter(state.decoder, state.held(), LIMIT_BYTES)
         self.meter.__enter__()
         self.clock.also = self.meter.phase
 

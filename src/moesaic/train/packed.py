@@ -89,6 +89,11 @@ class Packed:
         size = sum(self._bytes(kind) for kind in self._types)
         return {"device": 0 if self._host is not None else size, "host": size if self._host is not None else 0}
 
+    @property
+    def here(self) -> list[Tensor]:
+        """What is stored on the device."""
+        return list(self._here.values())
+
     def ask(self) -> None:
         """Start to bring what is away."""
         if self._host is None or self._here:

@@ -14,8 +14,11 @@ from moesaic.spec.run import RunSpec
 
 
 def habits_here() -> Habits:
-    """This trainer's habits on this device: a processor has no context, no allocator's reserve and no workspaces."""
-    return MOESAIC if device().kind == "cuda" else replace(MOESAIC, workspace=0, context=0, reserved_share=0.0)
+    """This trainer's habits on this device: a processor has no context, no allocator's reserve, no workspaces and no
+    grouped products."""
+    if device().kind == "cuda":
+        return MOESAIC
+    return replace(MOESAIC, workspace=0, context=0, reserved_share=0.0, grouped_products=False)
 
 
 def workload(run: RunSpec, spec: ModelSpec) -> Workload:

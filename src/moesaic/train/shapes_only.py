@@ -81,9 +81,10 @@ def _kind(func: Any) -> str:
 
 _OF_SHAPES = {
     "resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "_to_copy",
-    "lift_fresh", "swapaxes_", "swapdims_",
+    "lift_fresh", "swapaxes_", "swapdims_", "_unsafe_view",
 }  # fmt: skip
-"""Operations that change a tensor's shape or place in memory, or move it."""
+"""Operations that change a tensor's shape or place in memory, or move it; and a view whose signature hides that it is
+one."""
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

@@ -106,6 +106,18 @@ class TrainState:
         here = {n: m for n, m in self.optimizer.masters.items() if n not in packed or packed[n].stays}
         return {**plain, **here}
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """What stands on the device between steps, by what it is for: `parameters` that compute, masters and moments of
+        the `optimizer`, `other` buffers. What is stored of a spread parameter is its master; what computes is gathered.
+        """
+        moments = [each[kind] for each in self.optimizer.state().values() for kind in ("exp_avg", "exp_avg_sq")]
+        moments += [tensor for each in self.optimizer.packed.values() for tensor in each.here]
+        return {
+            "parameters": [p for p in self.decoder.parameters() if not isinstance(p, DTensor)],
+            "optimizer": [*self.optimizer.masters.values(), *moments],
+            "other": list(self.decoder.buffers()),
+        }
+
     def saved(self, group: Group) -> State:
         """What a checkpoint holds of this rank: weights (the fp32 masters) and buffers, moments, random state. `group`:
         all ranks. Tensors are live, or copies of what is stored otherwise: whoever reads into them calls `take`."""
