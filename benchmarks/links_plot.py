@@ -28,9 +28,12 @@ FASTER = 10e9
 
 
 def draw(settings: Sequence[Setting]) -> str:
-    """SVG of all layers among `settings`."""
+    """SVG of all layers among `settings` that were measured over several links."""
     layers = [each for each in settings if each.work == "layer"]
-    panels = sorted({(each.ranks, each.shape["topk"], each.shape["experts"]) for each in layers})
+    links: dict[tuple[int, int, int], set[str]] = {}
+    for each in layers:
+        links.setdefault((each.ranks, each.shape["topk"], each.shape["experts"]), set()).add(each.link)
+    panels = sorted(panel for panel, over in links.items() if len(over) > 1)
     columns = max(1, min(4, len(panels)))
     rows = math.ceil(len(panels) / columns)
     width = columns * (WIDTH + GAP) + LEFT
