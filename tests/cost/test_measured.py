@@ -21,6 +21,21 @@ PEAK = 100e9
 FLOP_SECONDS, BYTE_SECONDS = 2e-11, 3e-10
 HEADS, WIDTH, SEQ = 4, 64, 512
 
+MODEL = load_model_spec(
+    {
+        "model_type": "mixtral",
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": 128,
+        "max_position_embeddings": 65536,
+    }
+)
+
 
 def _cluster() -> ClusterSpec:
     """A processor whose experts take FLOP_SECONDS a FLOP and BYTE_SECONDS a byte of their weights, twice that backward,
@@ -42,25 +57,11 @@ def _cluster() -> ClusterSpec:
 
 
 def _ops(cluster: ClusterSpec, rates: Rates) -> dict[str, tuple[float, float]]:
-    model = load_model_spec(
-        {
-            "model_type": "mixtral",
-            "hidden_size": 256,
-            "intermediate_size": 384,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 1,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": HEADS,
-            "vocab_size": 128,
-            "max_position_embeddings": 1024,
-        }
-    )
-    layout = resolve_layout(LayoutTable(ep=2), model, 2, seq_len=SEQ, global_batch=2)
-    machine = Machine.of(Workload(model, SEQ, 2, precision="fp32"), Columns.of([layout]), cluster, rates)
+    layout = resolve_layout(LayoutTable(ep=2), MODEL, 2, seq_len=SEQ, global_batch=2)
+    machine = Machine.of(Workload(MODEL, SEQ, 2, precision="fp32"), Columns.of([layout]), cluster, rates)
     return {
         op.name: (float(np.max(op.forward)), float(np.max(op.backward_input + op.backward_weight)))
-        for op in layer_ops(model.layers[0], machine).ops
+        for op in layer_ops(MODEL.layers[0], machine).ops
     }
 
 
@@ -114,22 +115,8 @@ def test_neither_coefficient_is_below_zero(points):
 
 
 def _step(overlap: list[str], seq: int, cluster: ClusterSpec) -> float:
-    model = load_model_spec(
-        {
-            "model_type": "mixtral",
-            "hidden_size": 256,
-            "intermediate_size": 384,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 1,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": HEADS,
-            "vocab_size": 128,
-            "max_position_embeddings": 65536,
-        }
-    )
-    layout = resolve_layout(LayoutTable(ep=2, overlap=overlap), model, 2, seq_len=seq, global_batch=2)
-    work = Workload(model, seq, 2, precision="fp32")
+    layout = resolve_layout(LayoutTable(ep=2, overlap=overlap), MODEL, 2, seq_len=seq, global_batch=2)
+    work = Workload(MODEL, seq, 2, precision="fp32")
     return float(step_time(work, Columns.of([layout]), cluster, rates_for(cluster, Stack("moesaic"))).total[0])
 
 
@@ -141,3 +128,39 @@ def test_cutting_pays_with_many_rows_and_not_with_few():
     cluster = cluster.model_copy(update={"gpu": slow})
     assert _step(["inside"], 16, cluster) == _step([], 16, cluster)
     assert _step(["inside"], 16384, cluster) < 0.99 * _step([], 16384, cluster)
+
+
+def test_exchanges_over_a_network_have_their_own_rate():
+    cluster = _cluster()
+    links = {"all_gather": [[2, 1, 1e-3, 40e6]], "all_to_all": [[2, 1, 1e-3, 30e6]]}
+    rates = rates_for(cluster.model_copy(update={"rates": {**cluster.rates, **links}}), Stack("moesaic"))
+    assert rates.alltoall_ratio == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("architecture", "speed"), [("cpu", 10e9), ("hopper", 30e9)])
+def test_a_processors_memory_is_the_middle_of_its_copies(architecture, speed):
+    cluster = _cluster()
+    gpu = cluster.gpu.model_copy(update={"architecture": architecture})
+    copies = {"memory": [[2**20, 30e9], [2**24, 10e9], [2**28, 8e9]]}
+    cluster = cluster.model_copy(update={"gpu": gpu, "rates": {**cluster.rates, **copies}})
+    assert rates_for(cluster, Stack("moesaic")).memory_share == pytest.approx(speed / gpu.memory_bandwidth)
+
+
+def test_a_first_forward_and_a_last_backward_have_no_other_micro_batch_to_hide_under():
+    """Of m micro-batches without a pipeline m - 1 forwards stand beside a backward: that share of what could hide."""
+    cluster = _cluster()
+    slow = cluster.gpu.model_copy(update={"link_bandwidth": 1e8, "nic_bandwidth": 1e8, "domain": 1})
+    cluster = cluster.model_copy(update={"gpu": slow})
+    rates = rates_for(cluster, Stack("moesaic"))
+
+    def dispatch(micros: int, overlap: list[str]) -> float:
+        """Exposed seconds of sending rows to experts, of one micro-batch."""
+        table = LayoutTable(ep=2, micro_batch=1, overlap=overlap)
+        layout = resolve_layout(table, MODEL, 2, seq_len=SEQ, global_batch=2 * micros)
+        work = Workload(MODEL, SEQ, 2 * micros, precision="fp32")
+        return float(step_time(work, Columns.of([layout]), cluster, rates).dispatch[0]) / micros
+
+    plain = dispatch(2, [])
+    hidden = {micros: plain - dispatch(micros, ["experts"]) for micros in (2, 4, 8)}
+    assert hidden[4] / hidden[2] == pytest.approx((3 / 4) / (1 / 2))
+    assert hidden[8] / hidden[2] == pytest.approx((7 / 8) / (1 / 2))

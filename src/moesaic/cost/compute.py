@@ -15,6 +15,7 @@ import numpy as np
 from moesaic.spec.cluster import ClusterSpec, GpuSpec
 from moesaic.spec.errors import SpecError
 from moesaic.spec.model import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from moesaic.spec.options import INSIDE_CHUNKS
 
 from .counts import attention_norms, visible_positions
 from .rates import Rates
@@ -26,8 +27,8 @@ Cause = Literal["compute", "memory_bound", "dispatch", "tensor", "context"]
 CAUSES: tuple[Cause, ...] = ("compute", "memory_bound", "dispatch", "tensor", "context")
 _FP8_CASTS = 5
 """Bytes moved per element that is cast: 2 read, 1 written, and 2 for the transposed copy that backward needs."""
-_PARTS = 4
-"""Parts of a layer's rows with overlap `inside`: own halves, and two chunks that travel."""
+_PARTS = 2 + INSIDE_CHUNKS
+"""Parts of a layer's rows with overlap `inside`: own halves, and chunks that travel."""
 _TILE = 256
 """Columns of a matmul's output that one block of threads makes, on Hopper and Blackwell."""
 _PEAK_KEY: dict[Precision, str] = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}

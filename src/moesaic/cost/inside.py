@@ -2,7 +2,8 @@
 
 A chunk hides what another one sends, and costs a start of every kernel and message and another look at every expert's
 weights. What that is follows from pricing a layer at two sizes: the seconds that are left when nothing is. Where
-`moesaic calibrate` measured products of experts with few and with many rows, it is at least what these say.
+`moesaic calibrate` measured products of experts with few and with many rows, and not the trainer's experts whole (which
+the price then has), it is at least what these say.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def choose_chunks(work: Workload, layout: Layout, cluster: ClusterSpec, rates: R
     half = replace(work, seq_len=max(1, work.seq_len // 2))
     whole_pieces, half_pieces = (layer_pieces(each, layout, cluster, rates) for each in (work, half))
     contention = Contention(1 + rates.slowdown, 1 + rates.slowdown)
-    start = start_rows(cluster, "fp32" if work.precision == "fp32" else "bf16")
+    # Where the trainer's own experts were measured, their price has what few rows cost already.
+    known = rates.expert_flop_seconds + rates.expert_byte_seconds > 0
+    start = 0.0 if known else start_rows(cluster, "fp32" if work.precision == "fp32" else "bf16")
     seconds: dict[int, dict[int, float]] = {}
     rows: dict[int, float] = {}
     priced: dict[tuple[str, int], float] = {}

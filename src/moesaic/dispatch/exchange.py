@@ -55,17 +55,25 @@ class ExchangeRoute:
         arrival = collectives.start_all_to_all(y_RW, self.group, self.received, self.sent, what)
         places_N, starts_T = self._bags  # made here, while rows travel
 
-        def sum_by_token(rows_NW: Tensor) -> Tensor:
-            # A lookup in a table of rows is the sum wanted: it reads each once and adds in fp32, in the order of ranks.
-            return F.embedding_bag(places_N, rows_NW, starts_T, mode="sum", include_last_offset=True)
-
-        return Then(arrival, sum_by_token)
+        return Then(arrival, lambda rows_NW: sum_bags(rows_NW, places_N, starts_T))
 
     @cached_property
     def _bags(self) -> tuple[Tensor, Tensor]:
-        """Places in `tokens_N` ordered by token, and where each token's begin; one more for the end."""
-        sorted_N, places_N = self.tokens_N.sort(stable=True)
-        return places_N, torch.searchsorted(sorted_N, torch.arange(self.tokens + 1, device=sorted_N.device))
+        return bags_of(self.tokens_N, self.tokens)
+
+
+def bags_of(tokens_N: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Places in `tokens_N` ordered by token, and where each of `tokens` tokens' begin; one more for the end."""
+    sorted_N, places_N = tokens_N.sort(stable=True)
+    return places_N, torch.searchsorted(sorted_N, torch.arange(tokens + 1, device=sorted_N.device))
+
+
+def sum_bags(rows_NW: Tensor, places_N: Tensor, starts_T: Tensor) -> Tensor:
+    """The sum of each token's rows, [T, W], with the `bags_of` their tokens.
+
+    A lookup in a table of rows is the sum wanted: it reads each once and adds in fp32, always in the same order.
+    """
+    return F.embedding_bag(places_N, rows_NW, starts_T, mode="sum", include_last_offset=True)
 
 
 def places_of(ids_TK: Tensor, each: int, places: int) -> Tensor:

@@ -12,15 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moesaic.dispatch.parts import ChunkRoute, OwnRoute, chunk_bounds, sum_of
 from moesaic.dispatch.route import Arrival, Route
+from moesaic.mesh.autograd import Finish, Leg, Start
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,10 @@ class Dispatcher(ABC):
     @staticmethod
     def _start(leg: DispatchLeg, x_TD: Tensor, weights_TK: Tensor) -> PendingDispatch:
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        token = _Start.apply(leg, x_TD, weights_TK.to(wide))
+        token = Start.apply(leg, x_TD, weights_TK.to(wide))
 
         def finish() -> Dispatched:
-            rows_RD, weights_RK = _Finish.apply(leg, token)
+            rows_RD, weights_RK = Finish.apply(leg, token)
             ids_RK, leg.ids_RK = leg.ids_RK, None  # autograd keeps the leg, and need not keep these
             assert ids_RK is not None
             return Dispatched(rows_RD, ids_RK, weights_RK, leg.route)
@@ -115,8 +113,8 @@ class Dispatcher(ABC):
     def start_combine(self, y_RD: Tensor, handle: Route) -> PendingCombine:
         """Begin `combine`. y may not change before `finish`."""
         leg = _CombineLeg(handle)
-        token = _Start.apply(leg, y_RD)
-        return PendingCombine(lambda: _Finish.apply(leg, token)[0], stays=isinstance(handle, OwnRoute))
+        token = Start.apply(leg, y_RD)
+        return PendingCombine(lambda: Finish.apply(leg, token)[0], stays=isinstance(handle, OwnRoute))
 
 
 @dataclass(frozen=True)
@@ -140,29 +138,6 @@ class PendingCombine:
     def finish(self) -> Tensor:
         """Wait for the sums, y_TD."""
         return self._finish()
-
-
-class Leg(ABC):
-    """One direction of travel, and the opposite one for its gradients."""
-
-    wants: tuple[bool, ...]
-    """Which of what was sent needs a gradient."""
-
-    @abstractmethod
-    def start(self, *tensors: Tensor) -> None:
-        """Send off what forward sends."""
-
-    @abstractmethod
-    def finish(self) -> tuple[Tensor, ...]:
-        """Wait for what arrives."""
-
-    @abstractmethod
-    def start_backward(self, *grads: Tensor) -> None:
-        """Send off the gradients of what arrived."""
-
-    @abstractmethod
-    def finish_backward(self) -> tuple[Tensor | None, ...]:
-        """Wait for the gradients of what was sent."""
 
 
 class DispatchLeg(Leg):
@@ -238,34 +213,3 @@ class _CombineLeg(Leg):
 
 _BITS = {4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as the router weights."""
-
-
-class _Start(Function):
-    """Sends tensors off. The empty tensor that it returns ties it to its `_Finish`, in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, leg: Leg, *tensors: Tensor) -> Tensor:
-        ctx.leg = leg
-        leg.wants = tuple(ctx.needs_input_grad[1:])
-        leg.start(*tensors)
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return None, *ctx.leg.finish_backward()
-
-
-class _Finish(Function):
-    """Waits for what `_Start` sent; its backward sends the gradients off, for which backward of `_Start` waits."""
-
-    @staticmethod
-    def forward(ctx: Any, leg: Leg, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.leg = leg
-        return leg.finish()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        ctx.leg.start_backward(*grads)
-        return None, grads[0].new_empty(0)

@@ -6,6 +6,7 @@ sum of what all ranks' shares say about it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -41,49 +42,80 @@ class _ReduceScatter(Function):
         return collectives.start_all_gather_rows(grads[0], ctx.group, ctx.counts).wait_beside(), None, None
 
 
-class _Exchange:
-    """An all-to-all under way, and later that of its gradient."""
+class Leg(ABC):
+    """One direction of travel, and the opposite one for its gradients."""
+
+    wants: tuple[bool, ...]
+    """Which of what was sent needs a gradient."""
+
+    @abstractmethod
+    def start(self, *tensors: Tensor) -> None:
+        """Send off what forward sends."""
+
+    @abstractmethod
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait for what arrives."""
+
+    @abstractmethod
+    def start_backward(self, *grads: Tensor) -> None:
+        """Send off the gradients of what arrived."""
+
+    @abstractmethod
+    def finish_backward(self) -> tuple[Tensor | None, ...]:
+        """Wait for the gradients of what was sent."""
+
+
+class Start(Function):
+    """Sends tensors off. The empty tensor that it returns ties it to its `Finish`, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, leg: Leg, *tensors: Tensor) -> Tensor:
+        ctx.leg = leg
+        leg.wants = tuple(ctx.needs_input_grad[1:])
+        leg.start(*tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return None, *ctx.leg.finish_backward()
+
+
+class Finish(Function):
+    """Waits for what `Start` sent; its backward sends the gradients off, for which backward of `Start` waits."""
+
+    @staticmethod
+    def forward(ctx: Any, leg: Leg, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.leg = leg
+        return leg.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        ctx.leg.start_backward(*grads)
+        return None, grads[0].new_empty(0)
+
+
+class _Exchange(Leg):
+    """An all-to-all, and that of its gradient."""
 
     def __init__(self, group: Group, send: list[int], receive: list[int], name: str) -> None:
         self.group, self.send, self.receive, self.name = group, send, receive, name
         self.pending: collectives.Pending | None = None
 
-    def start(self, x_RD: Tensor, *, back: bool = False) -> None:
-        there = (self.receive, self.send) if back else (self.send, self.receive)
-        self.pending = collectives.start_all_to_all(x_RD, self.group, *there, self.name)
+    def start(self, *tensors: Tensor) -> None:
+        self.pending = collectives.start_all_to_all(tensors[0], self.group, self.send, self.receive, self.name)
 
-    def wait(self) -> Tensor:
+    def finish(self) -> tuple[Tensor, ...]:
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        return pending.wait_beside()
+        return (pending.wait_beside(),)
 
+    def start_backward(self, *grads: Tensor) -> None:
+        self.pending = collectives.start_all_to_all(grads[0], self.group, self.receive, self.send, self.name)
 
-class _StartAllToAll(Function):
-    """Sends rows off. The empty tensor that it returns ties it to its `_FinishAllToAll`, in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, x_RD: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        exchange.start(x_RD)
-        return x_RD.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return None, ctx.exchange.wait()
-
-
-class _FinishAllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, token: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        ctx.exchange.start(grads[0], back=True)
-        return None, grads[0].new_empty(0)
+    def finish_backward(self) -> tuple[Tensor | None, ...]:
+        return self.finish()
 
 
 class _AllReduce(Function):
@@ -124,8 +156,8 @@ def start_all_to_all(
     if group.size == 1:
         return lambda: x_RD
     exchange = _Exchange(group, send, receive, name)
-    token = _StartAllToAll.apply(exchange, x_RD)
-    return lambda: _FinishAllToAll.apply(exchange, token)  # type: ignore[no-any-return]
+    token = Start.apply(exchange, x_RD)
+    return lambda: Finish.apply(exchange, token)[0]
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.dispatch.exchange import bags_of, sum_bags
 from moesaic.model.activations import activate, activate_backward
 from moesaic.model.deferred import Later, Leaves
 from moesaic.model.expert_blocks import ExpertKind
@@ -43,9 +44,7 @@ def _sum_per_token(values_RN: Tensor, rows: SortedRows, tokens: int) -> Tensor:
     A bag per token, not added by index: on a GPU that adds in any order, and a resumed run would differ from its first
     life. Nothing is made for choices of experts elsewhere.
     """
-    sorted_R, rows_R = rows.tokens_R.sort(stable=True)
-    starts_T = torch.searchsorted(sorted_R, torch.arange(tokens + 1, device=values_RN.device))
-    return torch.nn.functional.embedding_bag(rows_R, values_RN, starts_T, mode="sum", include_last_offset=True)
+    return sum_bags(values_RN, *bags_of(rows.tokens_R, tokens))
 
 
 def grouped_forward(

@@ -20,7 +20,7 @@ class Calls:
     """A module's forward, which keeps what backward needs, and backward from what it returned."""
 
     forward: Callable[[], Tensor]
-    backward: Callable[[Tensor], None]
+    backward: Callable[[Tensor], object]
 
 
 def attention(positions: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Calls:
@@ -31,7 +31,7 @@ def attention(positions: int, heads: int, width: int, dtype: torch.dtype, device
     grad = torch.randn(positions, heads, width, device=device).to(dtype)
     return Calls(
         lambda: attend(q, k, v, (positions,), scale=width**-0.5),
-        lambda y: _discard(torch.autograd.grad(y, (q, k, v), grad)),
+        lambda y: torch.autograd.grad(y, (q, k, v), grad),
     )
 
 
@@ -54,7 +54,3 @@ def experts(count: int, rows: int, width: int, hidden: int, dtype: torch.dtype, 
         lambda: module(x_TD, ids_TK, weights_TK),
         lambda y_TD: torch.autograd.backward(y_TD, grad_TD, inputs=[x_TD, weights_TK, *module.parameters()]),
     )
-
-
-def _discard(_: object) -> None:
-    return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from moesaic.cost.workload import Precision
 
 from .megatron_model import Args, model_args
-from .parts import Draft, Shape, Value, note_storage, shape, short_stages
+from .parts import Draft, Shape, Value, note_storage, refuse_recompute_by_stage, shape, short_stages
 from .plan import Plan
 from .wrappers import train_script, wrapped
 
@@ -226,8 +226,7 @@ def _recompute(draft: Draft, plan: Plan, parts: Shape) -> Args:
     if "loss" in layout.recompute:
         draft.lost("recompute of the loss; --cross-entropy-loss-fusion below keeps less of it instead")
     fusion: Args = {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": "native"}
-    if layout.recompute_stages:
-        raise draft.refuse("recompute by pipeline stage; name one set of modules for all of them in layout.recompute")
+    refuse_recompute_by_stage(draft, layout)
     if "full" in layout.recompute:
         if modules and layout.recompute_method == "block":
             draft.lost(f"recompute of {', '.join(modules)} in the layers that are not recomputed whole")

@@ -163,14 +163,23 @@ def _scalar(value: Any) -> str:
     return json.dumps(value)
 
 
-def refuse_uneven_recompute(draft: Draft, layout: Layout) -> None:
-    """For stacks that recompute all layers alike, each on its own.
+def refuse_recompute_by_stage(draft: Draft, layout: Layout) -> None:
+    """For stacks that recompute the same on all pipeline ranks.
 
     Raises:
         SpecError: the layout does otherwise.
     """
     if layout.recompute_stages:
         raise draft.refuse("recompute by pipeline stage; name one set of modules for all of them in layout.recompute")
+
+
+def refuse_uneven_recompute(draft: Draft, layout: Layout) -> None:
+    """For stacks that recompute all layers alike, each on its own.
+
+    Raises:
+        SpecError: the layout does otherwise.
+    """
+    refuse_recompute_by_stage(draft, layout)
     if layout.recompute_method == "block" or layout.recompute_layers > 1:
         how = "of each virtual stage" if layout.recompute_method == "block" else "together"
         raise draft.refuse(
