@@ -26,7 +26,7 @@ SUBNET = "10.213.7"
 PORT = 29613
 LIMITED_PACKET_BYTES = 30_000
 """Largest packet over a limited link. A bucket that is smaller than a packet cuts it into frames of 1,500 bytes, which
-costs half a processor per host where a card would do it; so packets are a little smaller than the smallest bucket."""
+costs much of a host's processor where a card would do it; so packets are a little smaller than the smallest bucket."""
 PACKET_BYTES = 65_536
 
 

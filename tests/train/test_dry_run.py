@@ -15,8 +15,10 @@ PEAK = 0.02
 """How far the planner's peak may be off: it leaves out single numbers per token, and forward passes between layers."""
 
 
-def same_as_the_planner(seed: int, peak: float = PEAK) -> None:
+def same_as_the_planner(seed: int, peak: float = PEAK) -> list[float]:
+    """The planner's peak over the dry run's, of the first rank and the last."""
     model, run, layout = drawn(seed)
+    ratios = []
     for rank in {0, layout.world - 1}:
         found, planned = both(model, run, layout, rank)
         where = f"seed {seed}, rank {rank}: {layout}, {layout.dispatcher}, {layout.sharding}, {run.train.dtype}"
@@ -29,6 +31,8 @@ def same_as_the_planner(seed: int, peak: float = PEAK) -> None:
         }
         assert {name: getattr(found, name) for name in counted} == pytest.approx(counted, rel=1e-9), where
         assert found.peak == pytest.approx(planned.allocated, rel=peak), where
+        ratios.append(planned.allocated / found.peak)
+    return ratios
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -37,10 +41,13 @@ def test_a_dry_run_counts_what_the_planner_counts(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(6, 106, 25))
-def test_many_dry_runs_count_what_the_planner_counts(first: int) -> None:
-    for seed in range(first, first + 25):
-        same_as_the_planner(seed, 0.1)
+def test_many_dry_runs_count_what_the_planner_counts() -> None:
+    ratios = [ratio for seed in range(6, 106) for ratio in same_as_the_planner(seed, 0.1)]
+    off = sorted(abs(ratio - 1) for ratio in ratios)
+    print(
+        f"{len(off)} ranks: peak within 1 % of the dry run's on {sum(each <= 0.01 for each in off)}, median "
+        f"{off[len(off) // 2]:.2%}, from {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}"
+    )
 
 
 def test_the_peak_is_named_by_the_modules_whose_gradients_are_computed() -> None:
