@@ -7,7 +7,7 @@ together: each expert's gradient is one product over the rows of all parts, not 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor
 
 from moesaic.model.expert_blocks import (
     ROWS_PER_PRODUCT,
+    Bundle,
     ExpertGrads,
     ExpertLeft,
     as_compute,
+    bundles,
     expert_weight_gradients,
+    grad_h_workspace,
     product_spans,
 )
 from moesaic.model.expert_memory import WORKSPACE
@@ -89,21 +92,20 @@ def add_left(
     ends = [0, *itertools.accumulate(sum(end - start for _, start, end in spans) for spans in experts)]
     dtype = parts[0].weights_R.dtype
 
+    grads = ExpertGrads.of(*filled)
+
     def run(busy: list[Span], _: Tensor) -> None:
-        for e, _first, _last in busy:
-            grads = ExpertGrads(*(None if g is None else g[e] for g in filled))
-            added = accumulate
-            for pieces in _products(parts, e):
-                left, x_nD, weight_n, grad_y_nD = _together(pieces, dtype)
-                expert_weight_gradients(
-                    grads,
-                    left,
-                    x_nD.mul_(weight_n[:, None]) if weights_on_input else x_nD,
-                    None if weights_on_input else weight_n,
-                    grad_y_nD,
-                    added,
-                )
-                added = True
+        for bundle, pieces in _products(parts, busy):
+            left, x_nD, weight_n, grad_y_nD = _together(pieces, dtype)
+            expert_weight_gradients(
+                grads,
+                bundle,
+                left,
+                x_nD.mul_(weight_n[:, None]) if weights_on_input else x_nD,
+                None if weights_on_input else weight_n,
+                grad_y_nD,
+                accumulate or bundle.again,
+            )
 
     busy = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
     run_experts(busy, run, parts[0].x_TD[:0], dtype)
@@ -113,24 +115,33 @@ def add_left(
 _Piece = tuple[LeftRows, slice]
 
 
-def _products(parts: Sequence[LeftRows], e: int) -> list[list[_Piece]]:
-    """Rows of one expert, those of several parts in one product as long as they are not too many."""
-    products: list[list[_Piece]] = []
-    room = 0
-    for part in parts:
-        _, start, end = part.sorted.spans[e]
-        for a, b in product_spans(end - start):
-            if b - a > room:
-                products.append([])
-                room = ROWS_PER_PRODUCT
-            products[-1].append((part, slice(start + a, start + b)))
-            room -= b - a
-    return products
+def _products(parts: Sequence[LeftRows], busy: list[Span]) -> Iterator[tuple[Bundle, list[_Piece]]]:
+    """What is computed together of these experts. Of one part that is what backward itself would have, of several the
+    rows of one expert, as long as they are not too many for one product."""
+    if len(parts) == 1:
+        a_RF = parts[0].left.a_nF
+        for bundle in bundles(busy, a_RF.shape[1], a_RF.itemsize):
+            yield bundle, [(parts[0], bundle.rows)]
+        return
+    for e, _first, _last in busy:
+        products: list[list[_Piece]] = []
+        room = 0
+        for part in parts:
+            _, start, end = part.sorted.spans[e]
+            for a, b in product_spans(end - start):
+                if b - a > room:
+                    products.append([])
+                    room = ROWS_PER_PRODUCT
+                products[-1].append((part, slice(start + a, start + b)))
+                room -= b - a
+        for number, pieces in enumerate(products):
+            rows = sum(piece.stop - piece.start for _, piece in pieces)
+            yield Bundle(slice(0, rows), [e], [rows], again=number > 0), pieces
 
 
 def _together(pieces: list[_Piece], dtype: torch.dtype) -> tuple[ExpertLeft, Tensor, Tensor, Tensor]:
-    """Of these rows what `expert_weight_gradients` needs: what was left, inputs, weights, gradients of outputs. Inputs
-    and gradients are in the workspace; so is the rest where there are several pieces."""
+    """Of these rows what `expert_weight_gradients` needs, in the workspace: what was left, inputs, weights, gradients
+    of outputs."""
 
     def gathered(name: str, source: Callable[[LeftRows], Tensor]) -> Tensor:
         like = source(pieces[0][0])
@@ -139,19 +150,20 @@ def _together(pieces: list[_Piece], dtype: torch.dtype) -> tuple[ExpertLeft, Ten
             torch.index_select(source(part), 0, part.sorted.tokens_R[piece], out=out[a:b])
         return as_compute(name + "_compute", out, dtype)
 
-    def copied(name: str, source: Callable[[LeftRows], Tensor]) -> Tensor:
-        if len(pieces) == 1:
-            return source(pieces[0][0])[pieces[0][1]]
-        like = source(pieces[0][0])
-        width = like[0].numel()
-        out = WORKSPACE.get(name, rows, width, like, like.dtype).view(rows, *like.shape[1:])
+    def copied(source: Callable[[LeftRows], Tensor], out: Tensor) -> Tensor:
         for (part, piece), (a, b) in zip(pieces, places, strict=True):
             out[a:b].copy_(source(part)[piece])
         return out
 
     ends = [0, *itertools.accumulate(piece.stop - piece.start for _, piece in pieces)]
     places, rows = list(itertools.pairwise(ends)), ends[-1]
-    left = ExpertLeft(copied("a", lambda p: p.left.a_nF), copied("grad_h", lambda p: p.left.grad_h_nG))
+    like = pieces[0][0]
+    width, up_width = like.left.a_nF.shape[1], like.left.grad_h_nG.shape[1]
+    # Copied of one part too: products have the same bits where their rows lie as they do where nothing is left.
+    left = ExpertLeft(
+        copied(lambda p: p.left.a_nF, WORKSPACE.get("a", rows, width, like.x_TD, dtype)),
+        copied(lambda p: p.left.grad_h_nG, grad_h_workspace(rows, width, up_width, like.left.a_nF)),
+    )
+    weight_n = copied(lambda p: p.weights_R, WORKSPACE.get("weight", 1, rows, like.x_TD, dtype)[0])
     x_nD = gathered("x", lambda p: p.x_TD)
-    weight_n = copied("weight", lambda p: p.weights_R)
     return left, x_nD, weight_n, gathered("grad_y", lambda p: p.grad_y_TD)

@@ -26,6 +26,8 @@ Body = Callable[[list[Span], Tensor], None]
 
 MAX_IMBALANCE = 1.2
 """Above this ratio of the busiest thread's rows to the mean, splitting every product over all cores is faster."""
+NEARLY_AS_EVEN = 0.05
+"""A share of the mean rows: about what computing experts of few rows together is worth."""
 
 
 @functools.cache
@@ -44,10 +46,29 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive 
 
 
 def share_out(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:
-    """Give each expert, largest first, to the worker with the fewest rows.
+    """Give each worker experts that follow one another, whose rows can be computed together, or where that is less
+    even by more than NEARLY_AS_EVEN each expert, largest first, to the worker with the fewest rows.
 
     Returns the workers' experts in ascending order, and the busiest worker's rows over the mean.
     """
+    together, scattered = _neighbours(spans, workers), _largest_first(spans, workers)
+    return together if together[1] <= scattered[1] + NEARLY_AS_EVEN else scattered
+
+
+def _neighbours(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:
+    total = sum(end - start for _, start, end in spans)
+    shares: list[list[Span]] = [[] for _ in range(workers)]
+    rows, before = [0] * workers, 0
+    for span in spans:
+        count = span[2] - span[1]
+        w = min(workers - 1, (2 * before + count) * workers // (2 * max(total, 1)))  # where the expert's middle lies
+        shares[w].append(span)
+        rows[w] += count
+        before += count
+    return shares, max(rows) * workers / max(total, 1)
+
+
+def _largest_first(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:
     heap = [(0, w) for w in range(workers)]
     shares: list[list[Span]] = [[] for _ in range(workers)]
     for span in sorted(spans, key=lambda s: (s[1] - s[2], s[0])):

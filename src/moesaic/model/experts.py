@@ -25,11 +25,10 @@ from moesaic.model.expert_blocks import (
     ExpertKind,
     ExpertLeft,
     ExpertWeights,
-    as_compute,
-    expert_backward,
-    expert_forward,
+    bundles,
+    experts_backward,
+    experts_forward,
     gather_rows,
-    product_spans,
 )
 from moesaic.model.expert_gradients import LeftRows, PartGradients, add_left
 from moesaic.model.expert_grouped import GroupedExperts
@@ -67,26 +66,20 @@ class _ExpertByExpert(torch.autograd.Function):
         weights_R = weights_TK.reshape(-1).index_select(0, rows_by_expert.order_R).to(dtype)
         h_RG = POOL.take((len(rows_by_expert.order_R) if keep else 0, up_EGD.shape[1]), x_TD)
 
+        weights = ExpertWeights.of(up_EGD, down_EDF, up_bias_EG, bias_ED)
+
         def run(spans: list[Span], y_TD: Tensor) -> None:
-            for e, start, end in spans:
-                weights = _expert_weights(e, dtype, up_EGD, down_EDF, up_bias_EG, bias_ED)
-                for a, b in product_spans(end - start):
-                    rows = slice(start + a, start + b)
-                    tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
-                    x_nD = gather_rows("x", x_TD, tokens_n, dtype)
-                    if module.weights_on_input:
-                        x_nD = x_nD.mul_(weight_n[:, None])
-                    h_nG = h_RG[rows] if keep else None
-                    if h_nG is None and dtype != x_TD.dtype:  # rounded as where it is kept: a second pass keeps it
-                        h_nG = WORKSPACE.get("rounded h", b - a, up_EGD.shape[1], x_TD, x_TD.dtype)
-                    y_nD = expert_forward(
-                        module.kind,
-                        weights,
-                        x_nD,
-                        None if module.weights_on_input else weight_n,
-                        h_nG,
-                    )
-                    y_TD.index_add_(0, tokens_n, y_nD)
+            for bundle in bundles(spans, down_EDF.shape[2], dtype.itemsize):
+                rows = bundle.rows
+                tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
+                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                if module.weights_on_input:
+                    x_nD = x_nD.mul_(weight_n[:, None])
+                h_nG = h_RG[rows] if keep else None
+                if h_nG is None and dtype != x_TD.dtype:  # rounded as where it is kept: a second pass keeps it
+                    h_nG = WORKSPACE.get("rounded h", len(tokens_n), up_EGD.shape[1], x_TD, x_TD.dtype)
+                on_output_n = None if module.weights_on_input else weight_n
+                y_TD.index_add_(0, tokens_n, experts_forward(module.kind, weights, bundle, x_nD, on_output_n, h_nG))
 
         y_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
         if keep:
@@ -118,32 +111,33 @@ class _ExpertByExpert(torch.autograd.Function):
         grad_weights_R = torch.zeros_like(weights_R)
         grad_y_TD = grad_y_TD.contiguous()
 
+        weights = ExpertWeights.of(*parameters)
+        grads = ExpertGrads.of(*filled)
+
         def run(spans: list[Span], grad_x_TD: Tensor) -> None:
-            for e, start, end in spans:
-                weights = _expert_weights(e, dtype, *parameters)
-                grads = ExpertGrads(*(None if g is None else g[e] for g in filled))
-                for a, b in product_spans(end - start):
-                    rows = slice(start + a, start + b)
-                    tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
-                    x_nD = gather_rows("x", x_TD, tokens_n, dtype)
-                    if module.weights_on_input:
-                        plain_nD, x_nD = x_nD, x_nD * weight_n[:, None]
-                    grad_x_nD = expert_backward(
-                        module.kind,
-                        weights,
-                        grads,
-                        x_nD,
-                        None if module.weights_on_input else weight_n,
-                        h_RG[rows],
-                        gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
-                        grad_weights_R[rows] if wants_weights else None,
-                        accumulate=a > 0 or in_place,
-                        left=None if left is None else ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
-                    )
-                    if module.weights_on_input:
-                        torch.sum(grad_x_nD * plain_nD, 1, out=grad_weights_R[rows])
-                        grad_x_nD = grad_x_nD.mul_(weight_n[:, None])
-                    grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
+            for bundle in bundles(spans, weights.down_DF[0].shape[1], dtype.itemsize):
+                rows = bundle.rows
+                tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
+                x_nD = gather_rows("x", x_TD, tokens_n, dtype)
+                if module.weights_on_input:
+                    plain_nD, x_nD = x_nD, x_nD * weight_n[:, None]
+                grad_x_nD = experts_backward(
+                    module.kind,
+                    weights,
+                    grads,
+                    bundle,
+                    x_nD,
+                    None if module.weights_on_input else weight_n,
+                    h_RG[rows],
+                    gather_rows("grad_y", grad_y_TD, tokens_n, dtype),
+                    grad_weights_R[rows] if wants_weights else None,
+                    accumulate=bundle.again or in_place,
+                    left=None if left is None else ExpertLeft(left.a_nF[rows], left.grad_h_nG[rows]),
+                )
+                if module.weights_on_input:
+                    torch.sum(grad_x_nD * plain_nD, 1, out=grad_weights_R[rows])
+                    grad_x_nD = grad_x_nD.mul_(weight_n[:, None])
+                grad_x_TD.index_add_(0, tokens_n, grad_x_nD)
 
         grad_x_TD = run_experts(rows_by_expert.busy, run, x_TD, dtype)
         returned: list[Tensor | None] = [None] * len(parameters)
@@ -190,17 +184,6 @@ def _finished(module: Experts, into: list[Tensor | None], in_place: bool, with_r
             if e not in with_rows:
                 g[e].zero_()
     return into
-
-
-def _expert_weights(
-    e: int, dtype: torch.dtype, up_EGD: Tensor, down_EDF: Tensor, up_bias_EG: Tensor | None, down_bias_ED: Tensor | None
-) -> ExpertWeights:
-    return ExpertWeights(
-        as_compute("weight_up", up_EGD[e], dtype),
-        as_compute("weight_down", down_EDF[e], dtype),
-        None if up_bias_EG is None else up_bias_EG[e].to(dtype),
-        None if down_bias_ED is None else down_bias_ED[e].to(dtype),
-    )
 
 
 def _gradients(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moesaic.cost.activations import value_bytes
 from moesaic.mesh.device import bf16_is_native
 from moesaic.model.expert_blocks import BYTES_PER_ELEMENTWISE_BLOCK, ROWS_PER_PRODUCT
+from moesaic.model.expert_memory import ELEMENTS_BETWEEN_ROWS
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.run import RunSpec
@@ -68,7 +69,8 @@ def resident(run: RunSpec, spec: ModelSpec, layout: Layout, threads: int) -> lis
 def scratch_bytes(
     moe: MoeSpec | None, hidden: int, rows: int, dtype: str = "fp32", *, etp: int = 1, again: bool = False
 ) -> int:
-    """What one thread works in for the experts of a block, if one of them gets up to `rows` rows; 0 without experts.
+    """What one thread works in for the experts of a block, if what it computes together has up to `rows` rows; 0
+    without experts.
 
     Rows of inputs and of output gradients [D], of activations [F], of gradients of pre-activations [G], and of one
     result of the wider of D and F; pre-activations that a forward pass does not keep (`again`: backward runs it again).
@@ -81,7 +83,8 @@ def scratch_bytes(
     rows = min(rows, ROWS_PER_PRODUCT)
     wide = dtype == "bf16" and not bf16_is_native()
     size = 2 if dtype == "bf16" and not wide else 4
-    numbers = rows * (2 * hidden + width + up + max(hidden, width) + (up if again or wide else 0)) + width
+    apart = ELEMENTS_BETWEEN_ROWS if up > width else 0
+    numbers = rows * (2 * hidden + width + up + apart + max(hidden, width) + (up if again or wide else 0)) + width
     if wide:
         numbers += rows * hidden + hidden * (up + width + max(up, width))  # rows of inputs twice, in half the bytes
     return numbers * size + BYTES_PER_ELEMENTWISE_BLOCK
