@@ -39,10 +39,10 @@ HIERARCHICAL_WORDS = ("hierarchical", "hierarchical+inside")
 STEP_WORDS = (
     "alltoall",
     "alltoall+experts+weight_gradients",
+    "alltoall+experts+gradients",
     "alltoall+experts+weight_gradients+gradients",
-    "alltoall+gradients",
     "allgather",
-    "allgather+experts+weight_gradients+gradients",
+    "allgather+experts+gradients",
 )
 WARM = 2
 """Iterations over a link before those that count: memory that overlap needs is new in the first ones."""

@@ -129,3 +129,12 @@ def expected_output(x: torch.Tensor, weights: LayerWeights, topk: int) -> torch.
             total += share * (weights.down[expert].double() @ (F.silu(gate) * up))
         rows.append(total)
     return torch.stack(rows)[None]
+
+
+def step_tokens(shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels [B, S]: random, the same for everybody and in every step."""
+    import torch
+
+    random = torch.Generator().manual_seed(SEED + 2)
+    ids = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=random)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

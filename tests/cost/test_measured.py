@@ -114,6 +114,33 @@ def test_neither_coefficient_is_below_zero(points):
     assert a >= 0 and b >= 0 and a + b > 0
 
 
+def test_what_messages_cost_the_products_they_run_under():
+    """Nothing where both take as long as the longer one, all where they take as long as one after the other."""
+    cluster = _cluster()
+
+    def slowdown(*rows: list[float]) -> tuple[float, float]:
+        rates = rates_for(cluster.model_copy(update={"rates": {"overlap": list(rows)}}), Stack("moesaic"))
+        return rates.slowdown, rates.slowdown_network
+
+    free, all_of_it, noise = [2, 2, 0.03, 0.02, 0.03], [2, 1, 0.02, 0.03, 0.05], [2, 2, 0.02, 0.02, 0.05]
+    assert slowdown() == (Rates().slowdown, Rates().slowdown_network)
+    assert slowdown(free, all_of_it) == (0.0, pytest.approx(1.0))
+    assert slowdown([2, 2, 0.02, 0.02, 0.025]) == (pytest.approx(0.25), pytest.approx(0.25))
+    assert slowdown(noise) == (1.0, 1.0)  # never more than all of it
+
+
+def test_a_message_that_takes_products_time_is_hidden_less():
+    cluster = _cluster()
+    slow = cluster.gpu.model_copy(update={"link_bandwidth": 1e7, "nic_bandwidth": 1e7, "domain": 1})
+    cluster = cluster.model_copy(update={"gpu": slow})
+
+    def saved(both: float) -> float:
+        here = cluster.model_copy(update={"rates": {**cluster.rates, "overlap": [[2, 1, 0.1, 0.1, both]]}})
+        return _step([], 4096, here) - _step(["inside"], 4096, here)
+
+    assert saved(0.1) > saved(0.15) > saved(0.2) == 0.0
+
+
 def _step(overlap: list[str], seq: int, cluster: ClusterSpec) -> float:
     layout = resolve_layout(LayoutTable(ep=2, overlap=overlap), MODEL, 2, seq_len=seq, global_batch=2)
     work = Workload(MODEL, seq, 2, precision="fp32")

@@ -83,6 +83,7 @@ def measured(kind: str = "cpu", name: str = "Some CPU", world: int = 4, domain: 
     for name_ in ("all_gather", "all_to_all"):
         found.messages += [(name_, 2, 2, int(size), 1e-3 + size / 1e9) for size in SIZES]
         found.messages += [(name_, 2, 1, int(size), 2e-3 + size / 1e8) for size in SIZES]
+    found.overlaps = [(2, 2, 0.02, 0.02, 0.03), (2, 1, 0.2, 0.21, 0.22)]
     return found
 
 
@@ -120,6 +121,7 @@ def test_rates_are_shares_of_the_peak_and_lines():
         [2, 2, pytest.approx(1e-3, rel=1e-3), pytest.approx(1e9, rel=1e-3)],
     ]
     assert rates["launch"] == [[2e-6]]
+    assert rates["overlap"] == [[2, 1, 0.2, 0.21, 0.22], [2, 2, 0.02, 0.02, 0.03]]
     assert all(name in RATE_COLUMNS for name in rates)
 
 
@@ -193,6 +195,7 @@ def test_two_processes_measure_all_kinds(two_processes, tmp_path):
     assert {kind for _, kind, *_ in found.products} >= {"matmul"}
     assert {name for name, *_ in found.messages} == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
     assert all(seconds > 0 for *_, seconds in [*found.products, *found.copies, *found.messages])
+    assert found.overlaps and all(min(row[2:]) > 0 for row in found.overlaps)
     assert any("products" in text for text in said) and any("collectives" in text for text in said)
     # Half a second is not enough for all of it, and the rest is named.
     assert found.skipped

@@ -47,6 +47,7 @@ from benchmarks.peers.workload import (  # noqa: E402
     expected_output,
     layer_inputs,
     layer_weights,
+    step_tokens,
 )
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -118,9 +119,7 @@ def step_work(task: dict[str, Any], adapter: Any) -> tuple[Callable[[], float], 
     shape, degrees = StepShape(**task["shape"]), Degrees(**task["degrees"])
     torch.manual_seed(SEED)
     built: RankStep = adapter.step(shape, degrees, task["variant"])
-    random = torch.Generator().manual_seed(SEED + 2)
-    ids = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=random)
-    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    inputs, labels = step_tokens(shape)
     return lambda: built.step(inputs, labels), {"detail": built.detail, "parameters": built.parameters}
 
 

@@ -83,6 +83,7 @@ def _show(found: Calibration) -> None:
         (f"One product per group: {unit}", _products(found, "grouped", bool(gpu))),
         ("Copies: bytes read and written", _copies(found)),
         ("Collectives: seconds = latency + bytes sent / bandwidth", _messages(found)),
+        ("All-to-all under products: milliseconds, and what is lost of what could be hidden", _overlaps(found)),
     )
     for title, table in parts:
         if table.row_count:
@@ -123,6 +124,15 @@ def _messages(found: Calibration) -> Table:
     for name in COLLECTIVES:
         for size, members, latency, speed in found.rates.get(name, []):
             table.add_row(name, f"{size:g}", f"{members:g}", f"{latency * 1e6:,.1f}", f"{speed / 1e9:,.3f}")
+    return table
+
+
+def _overlaps(found: Calibration) -> Table:
+    table = _table(["ranks", "in a domain", "message", "products", "both", "lost"])
+    for size, members, *seconds in found.rates.get("overlap", []):
+        message, products, both = seconds
+        lost = min(1.0, max(0.0, (both - max(message, products)) / min(message, products)))
+        table.add_row(f"{size:g}", f"{members:g}", *(f"{each * 1e3:,.2f}" for each in seconds), f"{lost:.0%}")
     return table
 
 

@@ -51,7 +51,7 @@ def measured(cluster: ClusterSpec, rates: Rates) -> dict[str, float]:
         found["memory_share"] = usual / cluster.gpu.memory_bandwidth
     if held.get("launch"):
         found["launch_seconds"] = median(row[0] for row in held["launch"])
-    return found | _links(cluster)
+    return found | _links(cluster) | _slowdown(held.get("overlap", ()))
 
 
 def _links(cluster: ClusterSpec) -> dict[str, float]:
@@ -71,6 +71,19 @@ def _links(cluster: ClusterSpec) -> dict[str, float]:
         if exchanges:
             found["alltoall_ratio"] = max(exchanges) / max(row[3] for row in gathers)
     return found
+
+
+def _slowdown(rows: Rows) -> dict[str, float]:
+    """Seconds lost per second that a message and products ran at the same time: 0 where both took as long as the longer
+    one of them, 1 where they took as long as one after the other. The middle one of the groups inside a domain, and of
+    those beyond it; where there is one kind only it stands for the other."""
+    lost: dict[bool, list[float]] = {True: [], False: []}
+    for size, members, message, product, both in rows:
+        lost[size == members].append(float(np.clip((both - max(message, product)) / min(message, product), 0.0, 1.0)))
+    if not rows:
+        return {}
+    near, far = (lost[inside] or lost[not inside] for inside in (True, False))
+    return {"slowdown": median(near), "slowdown_network": median(far)}
 
 
 def _experts(rows: Rows, work: float, item: int, peak: float, name: str) -> dict[str, float]:

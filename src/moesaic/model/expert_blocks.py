@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moesaic.model.activations import activate, activate_backward
-from moesaic.model.expert_memory import WORKSPACE
+from moesaic.model.expert_memory import ELEMENTS_BETWEEN_ROWS, POOL, WORKSPACE
 from moesaic.model.expert_rows import Span
 from moesaic.spec.model import Activation
 
@@ -158,11 +158,16 @@ def gather_rows(name: str, source_TD: Tensor, tokens_n: Tensor, dtype: torch.dty
 def grad_h_workspace(rows: int, width: int, up_width: int, like: Tensor) -> Tensor:
     """Where gradients of pre-activations go, [rows, up_width] in `like`'s type, which is the compute type.
 
-    Of gated experts rows lie apart. Others' are one block: a function's bits may depend on whether they are, and those
-    that are left for later are.
+    Of gated experts, whose halves are walked row by row anyway, rows lie apart.
     """
     get = WORKSPACE.get_apart if up_width > width else WORKSPACE.get
     return get("grad_h", rows, up_width, like, like.dtype)
+
+
+def new_left(rows: int, width: int, up_width: int, like: Tensor) -> ExpertLeft:
+    """Memory for what a backward leaves, laid out as the workspace is, so that products have the same bits."""
+    apart = ELEMENTS_BETWEEN_ROWS if up_width > width else 0
+    return ExpertLeft(POOL.take((rows, width), like), POOL.take((rows, up_width + apart), like)[:, :up_width])
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -140,8 +140,8 @@ def _products(parts: Sequence[LeftRows], busy: list[Span]) -> Iterator[tuple[Bun
 
 
 def _together(pieces: list[_Piece], dtype: torch.dtype) -> tuple[ExpertLeft, Tensor, Tensor, Tensor]:
-    """Of these rows what `expert_weight_gradients` needs, in the workspace: what was left, inputs, weights, gradients
-    of outputs."""
+    """Of these rows what `expert_weight_gradients` needs: what was left, inputs, weights, gradients of outputs. Inputs
+    and gradients are in the workspace; so is the rest where there are several pieces."""
 
     def gathered(name: str, source: Callable[[LeftRows], Tensor]) -> Tensor:
         like = source(pieces[0][0])
@@ -157,13 +157,14 @@ def _together(pieces: list[_Piece], dtype: torch.dtype) -> tuple[ExpertLeft, Ten
 
     ends = [0, *itertools.accumulate(piece.stop - piece.start for _, piece in pieces)]
     places, rows = list(itertools.pairwise(ends)), ends[-1]
-    like = pieces[0][0]
-    width, up_width = like.left.a_nF.shape[1], like.left.grad_h_nG.shape[1]
-    # Copied of one part too: products have the same bits where their rows lie as they do where nothing is left.
-    left = ExpertLeft(
-        copied(lambda p: p.left.a_nF, WORKSPACE.get("a", rows, width, like.x_TD, dtype)),
-        copied(lambda p: p.left.grad_h_nG, grad_h_workspace(rows, width, up_width, like.left.a_nF)),
-    )
-    weight_n = copied(lambda p: p.weights_R, WORKSPACE.get("weight", 1, rows, like.x_TD, dtype)[0])
+    like, piece = pieces[0]
+    left, weight_n = ExpertLeft(like.left.a_nF[piece], like.left.grad_h_nG[piece]), like.weights_R[piece]
+    if len(pieces) > 1:
+        width, up_width = left.a_nF.shape[1], left.grad_h_nG.shape[1]
+        left = ExpertLeft(
+            copied(lambda p: p.left.a_nF, WORKSPACE.get("a", rows, width, like.x_TD, dtype)),
+            copied(lambda p: p.left.grad_h_nG, grad_h_workspace(rows, width, up_width, left.a_nF)),
+        )
+        weight_n = copied(lambda p: p.weights_R, WORKSPACE.get("weight", 1, rows, like.x_TD, dtype)[0])
     x_nD = gathered("x", lambda p: p.x_TD)
     return left, x_nD, weight_n, gathered("grad_y", lambda p: p.grad_y_TD)

@@ -29,6 +29,7 @@ from moesaic.model.expert_blocks import (
     experts_backward,
     experts_forward,
     gather_rows,
+    new_left,
 )
 from moesaic.model.expert_gradients import LeftRows, PartGradients, add_left
 from moesaic.model.expert_grouped import GroupedExperts
@@ -104,7 +105,7 @@ class _ExpertByExpert(torch.autograd.Function):
         else:
             rows, up_width, width = h_RG.shape[0], h_RG.shape[1], parameters[1].shape[2]
             like = x_TD.new_empty(0, dtype=dtype)
-            left = ExpertLeft(POOL.take((rows, width), like), POOL.take((rows, up_width), like))
+            left = new_left(rows, width, up_width, like)
         filled = _filled(module, into)
         if not module.adds_down_bias:
             parameters[-1] = None

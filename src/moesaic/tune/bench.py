@@ -53,6 +53,8 @@ class Measurements:
     launch_seconds: float = 0.0
     messages: list[tuple[str, int, int, int, float]] = field(default_factory=list)
     """(collective, ranks, members in a domain, bytes that one rank sends, seconds)."""
+    overlaps: list[tuple[int, int, float, float, float]] = field(default_factory=list)
+    """(ranks, members in a domain, seconds of an all-to-all, of products, of both at the same time)."""
     skipped: list[str] = field(default_factory=list)
 
 
@@ -103,6 +105,11 @@ class Plan:
             return [2**p for p in ((20, 24, 26) if self.quick else (16, 20, 22, 24, 26, 28))]
         return [2**p for p in ((24, 28) if self.quick else (20, 24, 26, 28, 30))]
 
+    def hidden_bytes(self, kind: str) -> list[int]:
+        """Bytes of a rank's tensor in an all-to-all that runs under products: as large as those of a training step."""
+        large = [2**20, 2**22] if kind == "cpu" else [2**25, 2**27]
+        return large[:1] if self.quick else large
+
     def message_bytes(self, kind: str) -> list[int]:
         """Bytes of a rank's tensor before a collective; small and large ones first, which a line needs most."""
         if kind == "cpu":
@@ -136,8 +143,12 @@ class Bench:
         self.say("memory")
         self._copies()
         if not alone:
-            self._section(0.45)
-            self._messages()
+            groups = self.groups()
+            self._section(0.35)
+            self._messages(groups)
+            self._section(0.1)
+            self.say("messages under products")
+            self._overlaps(groups)
         return self.result
 
     def _facts(self) -> dict[str, Any]:
@@ -324,9 +335,9 @@ class Bench:
                 found.append((group, int(members_in_domain(stride, size, domain, world))))
         return found
 
-    def _messages(self) -> None:
+    def _messages(self, groups: list[tuple[Group, int]]) -> None:
         dtype = _TORCH[self.plan.precisions[0]]
-        groups, sizes = self.groups(), self.plan.message_bytes(self.here.kind)
+        sizes = self.plan.message_bytes(self.here.kind)
         # Sizes go round all groups, so that a budget that is too short costs all of them the same.
         cases = [(size, group, members) for size in sizes for group, members in groups]
         said = None
@@ -352,6 +363,35 @@ class Bench:
         yield "all_to_all", size * (n - 1) // n, lambda: collectives.all_to_all(x, group, counts, counts)
         if n == 2:
             yield "send", size, lambda: self._shift(flat, group)
+
+    def _overlaps(self, groups: list[tuple[Group, int]]) -> None:
+        """An all-to-all of each group under as many products as take about as long: their copies, and what drives them,
+        want the same cores (on a GPU streaming multiprocessors and memory) as the products."""
+        dtype = _TORCH[self.plan.precisions[0]]
+        rows, width = (256, 512) if self.here.kind == "cpu" else (2048, 4096)
+        x, w = self._tensor(rows, width, dtype=dtype), self._tensor(width, width, dtype=dtype)
+        out = x @ w
+        one = self.seconds(lambda: torch.mm(x, w, out=out), 0.05)
+        cases = [(size, group, members) for size in self.plan.hidden_bytes(self.here.kind) for group, members in groups]
+        for size, group, members in self._each("messages under products", cases):
+            sent = self._tensor(group.size, size // dtype.itemsize // group.size, dtype=dtype)
+            counts = [1] * group.size
+            message = self.seconds(partial(collectives.all_to_all, sent, group, counts, counts), 0.1)
+            count = max(1, round(self._median_of_ranks(message) / one))
+
+            def products(count: int = count) -> None:
+                for _ in range(count):
+                    torch.mm(x, w, out=out)
+
+            def both(
+                sent: Tensor = sent, group: Group = group, counts: list[int] = counts, run: Any = products
+            ) -> None:
+                pending = collectives.start_all_to_all(sent, group, counts, counts)
+                run()
+                pending.wait()
+
+            found = (message, self.seconds(products, 0.1), self.seconds(both, 0.1))
+            self.result.overlaps.append((group.size, members, *found))
 
     def _shift(self, x: Tensor, group: Group) -> None:
         """One message to the next rank and one from it, at the same time, as between pipeline stages."""

@@ -128,6 +128,9 @@ def calibration_of(measured: Measurements) -> Calibration:
         rates.setdefault(what, []).append([float(size), _rounded(size / seconds)])
     rates["launch"] = [[_rounded(measured.launch_seconds)]]
     rates |= _lines(measured)
+    for size, members, message, products, both in measured.overlaps:
+        seconds = (_rounded(each) for each in (message, products, both))
+        rates.setdefault("overlap", []).append([float(size), float(members), *seconds])
     rates = {name: sorted(rates[name]) for name in RATE_COLUMNS if name in rates}
     notes = [f"Skipped for want of time: {what}." for what in measured.skipped]
     if facts["core_share"] < _CROWDED:

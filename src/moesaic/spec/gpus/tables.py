@@ -48,6 +48,7 @@ RATE_COLUMNS: dict[str, tuple[str, ...]] = {
     "host": ("bytes", "bytes_per_second"),
     "launch": ("seconds",),
     **dict.fromkeys(COLLECTIVES, ("size", "members", "latency_seconds", "bytes_per_second")),
+    "overlap": ("size", "members", "message_seconds", "product_seconds", "both_seconds"),
 }
 """Columns of each measured rate; every row is one measurement, or one fit.
 
@@ -60,7 +61,8 @@ forward, 2.5 times that backward. `memory` moves that many bytes, reads and writ
 accelerator. `launch` is the time of an operation that has nothing to do. A collective over `size` ranks, of which the
 fewest that share a fast domain are `members`, takes latency_seconds + bytes/bytes_per_second, where bytes are
 those that one rank sends: for B bytes per rank before an all-gather B·(size−1); for B before a reduce-scatter or an
-all-to-all B·(size−1)/size; for an all-reduce of B twice that; for `send` B."""
+all-to-all B·(size−1)/size; for an all-reduce of B twice that; for `send` B. `overlap` is an all-to-all alone, as many
+products as take about as long, and these while the all-to-all is under way."""
 
 
 def _key(help: str, unit: str = "", **limits: Any) -> Any:
