@@ -4,6 +4,7 @@
     python -m benchmarks.links --envs PEERS --works step            # where Megatron-Core sends for 45 % of its step
     python -m benchmarks.links --envs PEERS --works hierarchical    # 2 hosts × 2 ranks, top 8 of 64
     python -m benchmarks.links --works planner                      # 20 layouts, measured and predicted
+    python -m benchmarks.links --price --logs LOGS                  # price again what is in --json
     python -m benchmarks.links --plot                               # docs/links.svg from what is in --json
 
 Hosts are those of `benchmarks.cluster`. Candidates take turns, round after round; in a turn a candidate is built once
@@ -316,12 +317,31 @@ def parser() -> argparse.ArgumentParser:
     add("--logs", type=Path, default=None)
     add("--json", type=Path, default=ROOT / "benchmarks" / "results" / "links.json")
     add("--plot", type=Path, nargs="?", const=ROOT / "docs" / "links.svg", help="only draw what is in --json")
+    add("--price", action="store_true", help="only price again what is in --json, with the cluster files in --logs")
     add("--table", action="store_true", help="only print what is in --json")
     return options
 
 
 def _plan(args: argparse.Namespace) -> Plan:
     return Plan(args.rounds, args.iters, args.turn_seconds, args.limit_seconds, envs=args.envs, logs=args.logs)
+
+
+def price_again(kept: Sequence[Setting], logs: Path) -> None:
+    """What the cost model says now of what was measured, with the cluster files that the run left in `logs`."""
+    from benchmarks.links_price import step_seconds
+
+    for setting in kept:
+        file = logs / f"{setting.hosts}x{setting.ranks_per_host}-{setting.link}.toml"
+        if not setting.predicted:
+            continue
+        if not file.exists():
+            print(f"{setting.work} over {setting.link}: no {file}, so its prices stay")
+            continue
+        kind = StepShape if setting.work == "step" else LayerShape
+        degrees = parse_degrees(setting.degrees, setting.ranks)
+        for name in setting.predicted:
+            words = name.removeprefix(OURS).strip()
+            setting.predicted[name] = step_seconds(kind(**setting.shape), degrees, words, file)
 
 
 def summary(kept: Sequence[Setting]) -> str:
@@ -344,7 +364,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.plot.write_text(draw(kept))
         print(f"wrote {args.plot}")
         return 0
-    if args.table:
+    if args.price:
+        if args.logs is None:
+            print("benchmarks.links: --price needs --logs, the folder with the run's cluster files", file=sys.stderr)
+            return 2
+        price_again(kept, args.logs)
+        args.json.write_text(json.dumps([each.as_json() for each in kept], indent=1) + "\n")
+    if args.table or args.price:
         print(summary(kept))
         return 0
     if args.quick:

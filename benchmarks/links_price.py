@@ -15,6 +15,7 @@ from benchmarks.peers.parallel import micro_batches, own_rows
 from benchmarks.peers.parallel.ours import model_spec, options, table
 from benchmarks.peers.parallel.registry import Degrees
 from benchmarks.peers.workload import LayerShape, StepShape, layer_inputs, layer_weights, step_tokens
+from moesaic.cost.inside import choose_chunks
 from moesaic.cost.rates import Stack, rates_for
 from moesaic.cost.step import step_time
 from moesaic.cost.workload import Columns, Workload
@@ -36,7 +37,13 @@ def step_seconds(shape: LayerShape | StepShape, degrees: Degrees, variant: str, 
     layout = resolve_layout(chosen, model, degrees.world, seq_len=seq, global_batch=batch)
     cluster = load_cluster(file, gpus=degrees.world)
     work = Workload(model, seq, batch, precision="fp32", imbalance=imbalance(shape, degrees))
-    return float(step_time(work, Columns.of([layout]), cluster, rates_for(cluster, Stack("moesaic"))).total[0])
+    rates = rates_for(cluster, Stack("moesaic"))
+    seconds = float(step_time(work, Columns.of([layout]), cluster, rates).total[0])
+    # The benchmark's trainer is told of no cluster, so it cuts its layers in two whatever that costs.
+    for choice in choose_chunks(work, layout, cluster, rates):
+        passes = len(model.layers) * batch // layout.dp // layout.micro_batch
+        seconds += passes * max(0.0, choice.seconds[layout.chunks(choice.experts)] - choice.seconds[1])
+    return seconds
 
 
 @lru_cache(maxsize=8)

@@ -6,8 +6,10 @@ import math
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks import links, links_plot, links_tables
+from benchmarks.links_price import _over_mean
 from benchmarks.links_tables import Measured, Setting
 from benchmarks.peers.parallel.ours import options, table
 from benchmarks.peers.parallel.registry import Degrees
@@ -102,3 +104,8 @@ def test_a_plot_has_a_panel_for_each_top_k_and_a_line_for_each_candidate() -> No
     tree = ElementTree.fromstring(links_plot.draw(made))
     assert sum(each.tag.endswith("polyline") for each in tree.iter()) == 2 * 3
     assert links_plot.draw([])
+
+
+def test_the_most_loaded_rank_over_the_mean() -> None:
+    assert _over_mean(torch.tensor([3, 1, 0, 0]), 2) == 2.0
+    assert _over_mean(torch.tensor([1, 2, 2, 1]), 2) == 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from moesaic.cost.workload import Columns, Workload
 from moesaic.spec.cluster import ClusterSpec, gpu_named
 from moesaic.spec.families import load_model_spec
 from moesaic.spec.layout import resolve_layout
+from moesaic.spec.model import ModelSpec
 from moesaic.spec.tables import LayoutTable
 
 PEAK = 100e9
@@ -85,6 +88,49 @@ def test_the_attention_core_takes_the_seconds_that_were_measured():
     forward, backward = _ops(cluster, rates)["attention.core"]
     assert forward == pytest.approx(seconds, rel=0.01)
     assert backward == pytest.approx(2.5 * 2 * seconds, rel=0.02)
+
+
+def test_work_limited_by_memory_takes_what_the_norm_took():
+    """A norm at a quarter of the speed of a copy: so are residuals, which the model counts in bytes."""
+    cluster = _cluster()
+    slow = {"memory": [[2**26, 8e9]], **{f"norm_fp32_{way}": [[256, 512, 2e9]] for way in ("forward", "backward")}}
+    cluster = cluster.model_copy(update={"rates": {**cluster.rates, **slow}})
+    rates = rates_for(cluster, Stack("moesaic"))
+    assert rates.other_work == pytest.approx(4.0)
+    kernel, own = rates.kernel_seconds, SEQ * MODEL.hidden * 4.0
+    assert _ops(cluster, rates)["norm.input"][0] == pytest.approx(2 * own / 2e9 + kernel, rel=1e-3)
+    assert rates_for(cluster, Stack("megatron")).other_work == Rates().other_work
+
+
+def test_messages_ahead_of_rows_cost_their_latency():
+    """Counts and choices forward, the gradient of router weights backward: one and a half of it a pass."""
+    cluster = _cluster()
+    cluster = cluster.model_copy(update={"rates": {**cluster.rates, "all_gather": [[2, 2, 3e-3, 1e9]]}})
+    rates = rates_for(cluster, Stack("moesaic"))
+    with_them, without = (_ops(cluster, each)["dispatch.rows"] for each in (rates, replace(rates, small_messages=0.0)))
+    assert rates.fast_latency == 3e-3
+    assert [a - b for a, b in zip(with_them, without, strict=True)] == [pytest.approx(4.5e-3), pytest.approx(4.5e-3)]
+    assert rates_for(cluster, Stack("megatron")).small_messages == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 40])
+def test_gradients_of_the_last_layer_have_nothing_to_run_under(layers):
+    spec = replace_layers(layers)
+    cluster = _cluster()
+    slow = cluster.gpu.model_copy(update={"link_bandwidth": 1e9, "nic_bandwidth": 1e9, "domain": 1})
+    cluster = cluster.model_copy(update={"gpu": slow})
+    rates, found = replace(rates_for(cluster, Stack("moesaic")), straggler=0.0), []
+    for overlap in ([], ["gradients"]):
+        layout = resolve_layout(LayoutTable(overlap=overlap), spec, 2, seq_len=16384, global_batch=2)
+        work = Workload(spec, 16384, 2, precision="fp32")
+        found.append(step_time(work, Columns.of([layout]), cluster, rates).data[0])
+    plain, hidden = found
+    share = min(rates.hidden_gradients, 1 - 1 / layers) * (1 - rates.slowdown_network)
+    assert hidden == pytest.approx(plain * (1 - share), rel=0.02)
+
+
+def replace_layers(count: int) -> ModelSpec:
+    return MODEL.model_copy(update={"layers": MODEL.layers * count})
 
 
 def test_other_software_does_not_get_the_trainers_figures():

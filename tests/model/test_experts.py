@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from moesaic.mesh.group import Group
 from moesaic.mesh.mesh import ExpertGroups
-from moesaic.model import expert_blocks
+from moesaic.model import expert_blocks, expert_workers
 from moesaic.model.activations import CLAMP_ALPHA, CLAMP_LIMIT
 from moesaic.model.deferred import WeightGradients, deferring
 from moesaic.model.expert_memory import Pool
@@ -258,9 +259,70 @@ def test_worker_threads_give_the_same_result_as_one_thread():
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@given(
+    counts=st.lists(st.integers(0, 60), max_size=30),
+    left_out=st.sets(st.integers(0, 29)),
+    most=st.integers(0, 40),
+    per_product=st.integers(1, 50),
+)
+def test_bundles_have_every_row_once(counts, left_out, most, per_product):
+    """Rows of experts that follow one another, none of others between; more than `most` only of one expert alone."""
+    edges = [0, *itertools.accumulate(counts)]
+    spans = [(e, edges[e], edges[e + 1]) for e in range(len(counts)) if counts[e] and e not in left_out]
+    most = min(most, per_product)
+    found: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_blocks, "ROWS_PER_PRODUCT", per_product)
+        made = list(expert_blocks.bundles(spans, most))
+    seen: set[int] = set()
+    for bundle in made:
+        rows = bundle.rows.stop - bundle.rows.start
+        assert rows == sum(bundle.counts) and min(bundle.counts) > 0
+        assert rows <= per_product and (rows <= most or len(bundle.experts) == 1)
+        assert bundle.again == (bundle.experts[0] in seen)
+        start = bundle.rows.start
+        for e, count in zip(bundle.experts, bundle.counts, strict=True):
+            found += [(e, row) for row in range(start, start + count)]
+            start += count
+        seen |= set(bundle.experts)
+    assert found == [(e, row) for e, a, b in spans for row in range(a, b)]
+
+
+@pytest.mark.parametrize("apply", ["output", "input"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts_together_give_what_each_gives_alone(monkeypatch, dtype, apply):
+    torch.manual_seed(0)
+    module = build(12, 3, 64, 32, scale=0.2, bias=True, apply=apply).to(dtype)
+    x = torch.randn(90, 32).to(dtype).requires_grad_()
+    ids, w = torch.rand(90, 12).topk(3, -1).indices, torch.rand(90, 3, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        y = module(x, ids, w)
+        return [y, *torch.autograd.grad(y.float().square().sum(), [x, w, *module.parameters()])]
+
+    together = run()
+    monkeypatch.setattr(expert_blocks, "BYTES_PER_BUNDLE", 0)
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip(together, run(), strict=True):
+        scale = float(want.detach().abs().max())
+        torch.testing.assert_close(got, want, rtol=rounding, atol=rounding * scale)
+
+
+@given(counts=st.lists(st.integers(1, 1000), min_size=1, max_size=40), workers=st.integers(1, 8))
+def test_neighbours_go_to_one_worker_unless_that_is_uneven(counts, workers):
+    edges = [0, *itertools.accumulate(counts)]
+    spans = [(e, edges[e], edges[e + 1]) for e in range(len(counts))]
+    shares, imbalance = share_out(spans, workers)
+    _, scattered = expert_workers._largest_first(spans, workers)
+    assert imbalance <= scattered + expert_workers.NEARLY_AS_EVEN
+    assert imbalance <= expert_workers.MAX_IMBALANCE or scattered > expert_workers.MAX_IMBALANCE
+    if len(set(counts)) == 1 and len(counts) % workers == 0:
+        assert [e for share in shares for e, _, _ in share] == list(range(len(counts)))
+
+
 @given(counts=st.lists(st.integers(1, 1000), min_size=1, max_size=40), workers=st.integers(1, 8))
 def test_experts_are_shared_out_once_each_and_within_the_greedy_bound(counts, workers):
-    """Graham's bound: the largest-first rule is within 4/3 of the best possible, which is at least the mean."""
+    """No worker has more than the mean and the rows of one expert, whichever rule was taken."""
     edges = [sum(counts[:i]) for i in range(len(counts) + 1)]
     spans = [(e, edges[e], edges[e + 1]) for e in range(len(counts))]
     shares, imbalance = share_out(spans, workers)

@@ -49,7 +49,7 @@ def rates() -> str:
         by_columns.setdefault(columns, []).append(name)
     lines = [_row(["rate", "columns"]), _row(["---"] * 2)]
     for columns, names in by_columns.items():
-        kind = "PASS" if columns[0] in ("experts", "positions") else "PRODUCT"
+        kind = "PASS" if columns[0] in ("experts", "positions", "tokens") else "PRODUCT"
         general = sorted({re.sub(rf"_({'|'.join(PEAKS)})_[a-z]+$", f"_PRECISION_{kind}", name) for name in names})
         lines.append(_row([", ".join(f"`{name}`" for name in general), ", ".join(columns)]))
     return "\n".join(lines)

@@ -17,11 +17,15 @@ from moesaic.train.loop import train
 from moesaic.train.resident import resident, scratch_bytes
 
 
-@pytest.mark.parametrize(("threads", "gated"), [(1, True), (2, True), (2, False)])
-def test_experts_work_in_what_their_threads_need(threads, gated):
-    """Even routing goes to workers, uneven routing to all threads within a product: scratch does not add up."""
-    tokens, hidden, count = 512, 24, 4
-    moe = MoeSpec(router=RouterSpec(experts=count, top_k=1), expert=MlpSpec(width=20, gated=gated))
+@pytest.mark.parametrize(
+    ("threads", "gated", "top_k", "hidden", "width"),
+    [(1, True, 1, 24, 20), (2, True, 1, 24, 20), (2, False, 1, 24, 20), (1, True, 4, 24, 20), (1, True, 4, 512, 16)],
+)
+def test_experts_work_in_what_their_threads_need(threads, gated, top_k, hidden, width):
+    """Even routing goes to workers, uneven routing to all threads within a product: scratch does not add up. Several
+    choices of a token are computed together."""
+    tokens, count = 512, 4
+    moe = MoeSpec(router=RouterSpec(experts=count, top_k=top_k), expert=MlpSpec(width=width, gated=gated))
     found: list[int] = []
 
     def run() -> None:
@@ -31,7 +35,8 @@ def test_experts_work_in_what_their_threads_need(threads, gated):
             torch.nn.init.normal_(parameter)
         for ids_T in (torch.arange(tokens) % count, torch.zeros(tokens, dtype=torch.int64)):
             x_TD = torch.randn(tokens, hidden, requires_grad=True)
-            experts(x_TD, ids_T[:, None], torch.rand(tokens, 1, requires_grad=True)).sum().backward()
+            ids_TK = (ids_T[:, None] + torch.arange(top_k)) % count
+            experts(x_TD, ids_TK, torch.rand(tokens, top_k, requires_grad=True)).sum().backward()
         found.append(sum(flat.nbytes for flat in WORKSPACE.tensors()))
 
     before = torch.get_num_threads()
@@ -39,7 +44,7 @@ def test_experts_work_in_what_their_threads_need(threads, gated):
     thread.start()
     thread.join()
     torch.set_num_threads(before)
-    full, even = scratch_bytes(moe, hidden, tokens), scratch_bytes(moe, hidden, tokens // count)
+    full, even = scratch_bytes(moe, hidden, tokens), scratch_bytes(moe, hidden, tokens // threads)
     # One thread had all rows once; the others no more than those of their own experts.
     assert full - BYTES_PER_ELEMENTWISE_BLOCK <= found[0] <= full + (threads - 1) * even
 

@@ -83,6 +83,7 @@ def measured(kind: str = "cpu", name: str = "Some CPU", world: int = 4, domain: 
     for name_ in ("all_gather", "all_to_all"):
         found.messages += [(name_, 2, 2, int(size), 1e-3 + size / 1e9) for size in SIZES]
         found.messages += [(name_, 2, 1, int(size), 2e-3 + size / 1e8) for size in SIZES]
+    found.modules = [("fp32", "norm", (256, 512), way, 1e-3) for way in ("forward", "backward")]
     found.overlaps = [(2, 2, 0.02, 0.02, 0.03), (2, 1, 0.2, 0.21, 0.22)]
     return found
 
@@ -121,6 +122,9 @@ def test_rates_are_shares_of_the_peak_and_lines():
         [2, 2, pytest.approx(1e-3, rel=1e-3), pytest.approx(1e9, rel=1e-3)],
     ]
     assert rates["launch"] == [[2e-6]]
+    # Two values of 4 bytes forward, three backward, for each of 256·512 elements in a millisecond.
+    assert rates["norm_fp32_forward"] == [[256, 512, pytest.approx(8 * 256 * 512 * 1e3, rel=1e-3)]]
+    assert rates["norm_fp32_backward"] == [[256, 512, pytest.approx(12 * 256 * 512 * 1e3, rel=1e-3)]]
     assert rates["overlap"] == [[2, 1, 0.2, 0.21, 0.22], [2, 2, 0.02, 0.02, 0.03]]
     assert all(name in RATE_COLUMNS for name in rates)
 

@@ -128,11 +128,12 @@ def _messages(found: Calibration) -> Table:
 
 
 def _overlaps(found: Calibration) -> Table:
+    from moesaic.cost.measured import lost_share
+
     table = _table(["ranks", "in a domain", "message", "products", "both", "lost"])
     for size, members, *seconds in found.rates.get("overlap", []):
-        message, products, both = seconds
-        lost = min(1.0, max(0.0, (both - max(message, products)) / min(message, products)))
-        table.add_row(f"{size:g}", f"{members:g}", *(f"{each * 1e3:,.2f}" for each in seconds), f"{lost:.0%}")
+        times = (f"{each * 1e3:,.2f}" for each in seconds)
+        table.add_row(f"{size:g}", f"{members:g}", *times, f"{lost_share(*seconds):.0%}")
     return table
 
 

@@ -381,8 +381,10 @@ def _moe(spec: MoeSpec, machine: Machine) -> tuple[list[Op], Numbers, Numbers]:
     # Where network cards need the host, each exchange has a cost, and each row that a kernel sends on its own.
     crossing = np.asarray(sent.network) / (m.item * hidden)
     late = np.where(crossing > 0, rates.exchange_seconds + np.where(fused, crossing * rates.row_seconds, 0.0), 0.0)
+    latency = np.where(np.asarray(sent.network) > 0, rates.network_latency, rates.fast_latency)
+    ahead = np.where(np.asarray(sent.total) > 0, rates.small_messages * latency, 0.0)
     there = m.exchange(
-        "dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3, late=late
+        "dispatch.rows", "moe", "dispatch", sent, ratio=ratio, back=again, in_moe=True, launches=3, late=late + ahead
     )
     ops += _shared(spec, machine)
     back = m.exchange("combine.rows", "moe", "dispatch", sent, ratio=ratio, in_moe=True, launches=3, late=late)

@@ -20,7 +20,8 @@ WIDTH = 128
 
 def measured(cluster: ClusterSpec, rates: Rates) -> dict[str, float]:
     """Rates that follow from the measurements in a cluster file, by name. Matmuls take the fastest shape, links the
-    fastest group, a ratio of passes the middle one; experts and attention cores a line through all shapes."""
+    fastest group, a ratio of passes the middle one; experts and attention cores a line through all shapes; norms and
+    messages under products the middle one."""
     held, found = cluster.rates, dict[str, float]()
     peaks = cluster.gpu.peak_flops
     kind = "bf16" if "matmul_bf16_forward" in held else "fp32"
@@ -49,6 +50,10 @@ def measured(cluster: ClusterSpec, rates: Rates) -> dict[str, float]:
         # caches; what a layer reads and writes is in between.
         usual = median(speeds) if cluster.gpu.architecture == "cpu" else max(speeds)
         found["memory_share"] = usual / cluster.gpu.memory_bandwidth
+        # What a processor does one operation after the other, each reading and writing memory or a cache again.
+        norms = [row[-1] for way in ("forward", "backward") for row in held.get(f"norm_{kind}_{way}", ())]
+        if norms:
+            found["other_work"] = usual / median(norms)
     if held.get("launch"):
         found["launch_seconds"] = median(row[0] for row in held["launch"])
     return found | _links(cluster) | _slowdown(held.get("overlap", ()))
@@ -73,15 +78,20 @@ def _links(cluster: ClusterSpec) -> dict[str, float]:
     return found
 
 
+def lost_share(message: float, products: float, both: float) -> float:
+    """What is lost, between 0 and 1, of the shorter of two times when both things run at the same time."""
+    return min(1.0, max(0.0, (both - max(message, products)) / max(min(message, products), 1e-12)))
+
+
 def _slowdown(rows: Rows) -> dict[str, float]:
     """Seconds lost per second that a message and products ran at the same time: 0 where both took as long as the longer
     one of them, 1 where they took as long as one after the other. The middle one of the groups inside a domain, and of
     those beyond it; where there is one kind only it stands for the other."""
-    lost: dict[bool, list[float]] = {True: [], False: []}
-    for size, members, message, product, both in rows:
-        lost[size == members].append(float(np.clip((both - max(message, product)) / min(message, product), 0.0, 1.0)))
     if not rows:
         return {}
+    lost: dict[bool, list[float]] = {True: [], False: []}
+    for size, members, *seconds in rows:
+        lost[size == members].append(lost_share(*seconds))
     near, far = (lost[inside] or lost[not inside] for inside in (True, False))
     return {"slowdown": median(near), "slowdown_network": median(far)}
 

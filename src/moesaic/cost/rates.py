@@ -160,6 +160,9 @@ class Rates:
     for every message."""
     row_seconds: float = 0.0
     """Seconds of each row that DeepEP or HybridEP send over such a network, one message each."""
+    small_messages: float = 0.0
+    """Messages that cost their latency only, beside those of rows, in a pass of dispatch, forward and backward alike.
+    moesaic: two forward, counts and choices, and one backward, the gradient of router weights. (its code)"""
     # ------------------------------------------------------------ overlap
     hidden_tensor: float = 0.6
     """Share of tensor-parallel communication hidden under its matmuls where that is asked for. (x)"""
@@ -173,6 +176,9 @@ class Rates:
     """Share of dispatch that another micro-batch hides. (d: 0.96; m: 0.93)"""
     hidden_gradients: float = 0.9
     """Share of one backward pass that hides the reduction of gradients, and of a forward pass for gathering. (x)"""
+    shown_layers: float = 0.0
+    """How many of a rank's layers have gradients that nothing hides beside that: 1 where each layer's sum waits for its
+    own backward to end, as in moesaic; published shares have it in them. (its code)"""
     slowdown: float = 0.15
     """Seconds lost on both sides per second of communication that runs under compute on fast links. (c)"""
     slowdown_network: float = 0.02
@@ -245,7 +251,10 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
     if stack.framework == "megascale":
         rates = replace(rates, **_MEGASCALE)
     if stack.framework == "moesaic":
-        rates = replace(rates, copy_per_rank=1.0, regather=0.0, regather_norms=0.0, whole_again=0.0, host_update=0.0)
+        rates = replace(
+            rates, copy_per_rank=1.0, regather=0.0, regather_norms=0.0, whole_again=0.0, host_update=0.0,
+            small_messages=1.5, shown_layers=1.0,
+        )  # fmt: skip
     if stack.graphs:
         rates = replace(
             rates,
@@ -269,5 +278,7 @@ def rates_for(cluster: ClusterSpec, stack: Stack) -> Rates:
         rates = replace(rates, gemm_share=rates.gemm_share * _INSTINCT)
     found = measured(cluster, rates)
     if stack.framework != "moesaic":  # what was timed is this package's code
-        found = {name: value for name, value in found.items() if not name.startswith(("expert_", "attention_"))}
+        found = {
+            name: value for name, value in found.items() if not name.startswith(("expert_", "attention_", "other_"))
+        }
     return replace(rates, **found)

@@ -116,7 +116,8 @@ def step_time(work: Workload, columns: Columns, cluster: ClusterSpec, rates: Rat
     )
     both = np.where(columns.schedule == _DUALPIPE, 2.0, 1.0)  # states of two stages, each half of the micro-batches
     dense, expert = dense * both, expert * both
-    data, under = _data(dense, expert, machine, micro, forward[at, slowest], backward[at, slowest])
+    blocks = mine @ np.array([0.0 if isinstance(layer, str) else 1.0 for layer in layers])
+    data, under = _data(dense, expert, machine, micro, blocks, forward[at, slowest], backward[at, slowest])
     optimizer, offload = _optimizer(dense, expert, machine)
     if columns.offloads("activations").any():
         away = [_activation_copies(*each) for each in zip(layers, kinds, machines, strict=True)]
@@ -355,12 +356,14 @@ def _bubble(
 
 
 def _data(
-    dense: Floats, expert: Floats, machine: Machine, micro: Floats, forward: Floats, backward: Floats
+    dense: Floats, expert: Floats, machine: Machine, micro: Floats, blocks: Floats, forward: Floats, backward: Floats
 ) -> tuple[Floats, Floats]:
     """Exposed and hidden seconds of reducing gradients and gathering parameters.
 
     What forward gathers runs under forward; what backward gathers again and what it reduces share one network, and run
-    under backward together.
+    under backward together. Gradients are there when their layer's backward has ended, so that those of the last of
+    a rank's `blocks` layers have nothing to run under (`shown_layers`), but for a further micro-batch where each is
+    reduced; neither have the parameters of the first one.
     """
     work, columns, cluster, rates, g = machine.work, machine.columns, machine.cluster, machine.rates, machine.groups
     reduce, gather = np.zeros(len(columns)), np.zeros(len(columns))
@@ -384,7 +387,9 @@ def _data(
     front = under(np.where(gathers, first, 0.0), forward, np.where(sharded, micro, 1.0))
     behind = np.where(reduces, reduce, 0.0) + np.where(gathers, second, 0.0)
     hidden = front + under(behind, backward, np.where(columns.sharding >= _LEVEL["gradients"], micro, 1.0))
-    hidden = hidden * rates.hidden_gradients * (1 - rates.slowdown_network)
+    passes = np.maximum(blocks, 1) * np.where(columns.sharding >= _LEVEL["gradients"], micro, 1.0)
+    share = np.minimum(rates.hidden_gradients, 1 - rates.shown_layers / passes)
+    hidden = hidden * share * (1 - rates.slowdown_network)
     return reduce + gather - hidden, hidden
 
 

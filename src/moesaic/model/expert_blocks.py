@@ -21,6 +21,7 @@ from torch import Tensor
 from moesaic.model.activations import activate, activate_backward
 from moesaic.model.expert_memory import ELEMENTS_BETWEEN_ROWS, POOL, WORKSPACE
 from moesaic.model.expert_rows import Span
+from moesaic.model.kernels import compute_dtype
 from moesaic.spec.model import Activation
 
 ROWS_PER_PRODUCT = 2048
@@ -39,18 +40,19 @@ class ExpertKind:
     gated: bool
 
 
-Stack = tuple[Tensor, ...]
+PerExpert = tuple[Tensor, ...]
 """A tensor of each expert, by its number."""
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Views of all experts' weights in the storage type: up_GD (gate rows, then up rows), down_DF; biases or None."""
+    """All experts' weights, one view each, in the storage type: up_GD (gate rows, then up rows), down_DF; biases or
+    None."""
 
-    up_GD: Stack
-    down_DF: Stack
-    up_bias_G: Stack | None = None
-    down_bias_D: Stack | None = None
+    up_GD: PerExpert
+    down_DF: PerExpert
+    up_bias_G: PerExpert | None = None
+    down_bias_D: PerExpert | None = None
 
     @classmethod
     def of(
@@ -64,10 +66,10 @@ class ExpertWeights:
 class ExpertGrads:
     """Where all experts' weight gradients go; the same shapes as `ExpertWeights`, None where not wanted."""
 
-    up_GD: Stack | None
-    down_DF: Stack | None
-    up_bias_G: Stack | None = None
-    down_bias_D: Stack | None = None
+    up_GD: PerExpert | None
+    down_DF: PerExpert | None
+    up_bias_G: PerExpert | None = None
+    down_bias_D: PerExpert | None = None
 
     @classmethod
     def of(
@@ -77,7 +79,7 @@ class ExpertGrads:
         return cls(_unbind(up_EGD), _unbind(down_EDF), _unbind(up_bias_EG), _unbind(down_bias_ED))
 
 
-def _unbind(stacked: Tensor | None) -> Stack | None:
+def _unbind(stacked: Tensor | None) -> PerExpert | None:
     return None if stacked is None else stacked.unbind(0)
 
 
@@ -90,13 +92,25 @@ class Bundle:
     counts: list[int]
     """Of each expert, how many of the rows."""
     again: bool = False
-    """Whether rows of the same expert have been in the bundle before."""
+    """Whether an earlier bundle had rows of the same expert."""
 
 
-def bundles(spans: Sequence[Span], width: int, itemsize: int) -> Iterator[Bundle]:
-    """Experts of `width` in the order of `spans`, which have rows: those of few rows together, those of many in several
-    bundles of at most ROWS_PER_PRODUCT."""
-    most = max(16, BYTES_PER_BUNDLE // (width * itemsize))
+def bundle_rows(width: int, hidden: int, itemsize: int) -> int:
+    """How many rows of several experts are computed together on a processor, at most."""
+    return min(ROWS_PER_PRODUCT, max(16, BYTES_PER_BUNDLE // (max(width, hidden) * itemsize)))
+
+
+def rows_together(x_TD: Tensor, width: int) -> int:
+    """`bundle_rows` of these tokens in the compute type; on other devices than processors experts are alone, as adding
+    rows of one token in no order would give other bits each time."""
+    if x_TD.device.type != "cpu":
+        return 0
+    return bundle_rows(width, x_TD.shape[1], compute_dtype(x_TD).itemsize)
+
+
+def bundles(spans: Sequence[Span], most: int) -> Iterator[Bundle]:
+    """Experts in the order of `spans`, which have rows: those of few rows together, up to `most`, those of many in
+    several bundles of at most ROWS_PER_PRODUCT."""
     start = end = 0
     experts: list[int] = []
     counts: list[int] = []
@@ -227,10 +241,9 @@ def experts_forward(
     for e, a, y in zip(experts, a_nF.split(counts), y_nD.split(counts), strict=True):
         torch.mm(a, as_compute("weight_down", weights.down_DF[e], dtype).t(), out=y)
     if weights.down_bias_D is not None:
-        weights_of = y_nD.split(counts) if weight_n1 is None else weight_n1.split(counts)
-        for e, y, w in zip(experts, y_nD.split(counts), weights_of, strict=True):
-            bias_1D = weights.down_bias_D[e][None, :].to(dtype)
-            y.add_(bias_1D) if weight_n1 is None else y.addcmul_(w, bias_1D)
+        ones_n1 = x_nD.new_ones(rows, 1) if weight_n1 is None else weight_n1
+        for e, y, w in zip(experts, y_nD.split(counts), ones_n1.split(counts), strict=True):
+            y.addcmul_(w, weights.down_bias_D[e][None, :].to(dtype))
     return y_nD
 
 

@@ -23,6 +23,7 @@ from moesaic.model.expert_blocks import (
     expert_weight_gradients,
     grad_h_workspace,
     product_spans,
+    rows_together,
 )
 from moesaic.model.expert_memory import WORKSPACE
 from moesaic.model.expert_rows import SortedRows, Span
@@ -119,8 +120,7 @@ def _products(parts: Sequence[LeftRows], busy: list[Span]) -> Iterator[tuple[Bun
     """What is computed together of these experts. Of one part that is what backward itself would have, of several the
     rows of one expert, as long as they are not too many for one product."""
     if len(parts) == 1:
-        a_RF = parts[0].left.a_nF
-        for bundle in bundles(busy, a_RF.shape[1], a_RF.itemsize):
+        for bundle in bundles(busy, rows_together(parts[0].x_TD, parts[0].left.a_nF.shape[1])):
             yield bundle, [(parts[0], bundle.rows)]
         return
     for e, _first, _last in busy:

@@ -46,13 +46,14 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive 
 
 
 def share_out(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:
-    """Give each worker experts that follow one another, whose rows can be computed together, or where that is less
-    even by more than NEARLY_AS_EVEN each expert, largest first, to the worker with the fewest rows.
+    """Give each worker experts that follow one another, whose rows can be computed together. Where that is less even by
+    more than NEARLY_AS_EVEN, or too uneven for workers, give each expert, largest first, to the worker with the fewest
+    rows.
 
     Returns the workers' experts in ascending order, and the busiest worker's rows over the mean.
     """
     together, scattered = _neighbours(spans, workers), _largest_first(spans, workers)
-    return together if together[1] <= scattered[1] + NEARLY_AS_EVEN else scattered
+    return together if together[1] <= min(scattered[1] + NEARLY_AS_EVEN, MAX_IMBALANCE) else scattered
 
 
 def _neighbours(spans: list[Span], workers: int) -> tuple[list[list[Span]], float]:

@@ -1,9 +1,10 @@
 """The routed experts of one layer, or this rank's share of them, as one autograd function over the tokens it was sent.
 
-Forward: sort the T·K choices by expert once; for each expert gather its rows, multiply, and add the weighted result to
-the tokens' sums. Backward does the same with gradients. No [T·K, D] tensor exists in either direction: rows are
-gathered into, and sums taken from, a workspace that fits one expert. Kept for backward: x, the pre-activations h
-[R, 2F], and the routing; activations are rebuilt from h, outputs are not needed (see `expert_blocks`).
+Forward: sort the T·K choices by expert once; for each expert, or some experts of few rows, gather the rows, multiply,
+and add the weighted results to the tokens' sums. Backward does the same with gradients. No [T·K, D] tensor exists in
+either direction: rows are gathered into, and sums taken from, a workspace for as many rows. Kept for backward: x, the
+pre-activations h [R, 2F], and the routing; activations are rebuilt from h, outputs are not needed (see
+`expert_blocks`).
 
 How tokens come here and results go back is the dispatcher's business (`moesaic.dispatch`).
 """
@@ -30,6 +31,7 @@ from moesaic.model.expert_blocks import (
     experts_forward,
     gather_rows,
     new_left,
+    rows_together,
 )
 from moesaic.model.expert_gradients import LeftRows, PartGradients, add_left
 from moesaic.model.expert_grouped import GroupedExperts
@@ -68,9 +70,10 @@ class _ExpertByExpert(torch.autograd.Function):
         h_RG = POOL.take((len(rows_by_expert.order_R) if keep else 0, up_EGD.shape[1]), x_TD)
 
         weights = ExpertWeights.of(up_EGD, down_EDF, up_bias_EG, bias_ED)
+        most = rows_together(x_TD, down_EDF.shape[2])
 
         def run(spans: list[Span], y_TD: Tensor) -> None:
-            for bundle in bundles(spans, down_EDF.shape[2], dtype.itemsize):
+            for bundle in bundles(spans, most):
                 rows = bundle.rows
                 tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
                 x_nD = gather_rows("x", x_TD, tokens_n, dtype)
@@ -114,9 +117,10 @@ class _ExpertByExpert(torch.autograd.Function):
 
         weights = ExpertWeights.of(*parameters)
         grads = ExpertGrads.of(*filled)
+        most = rows_together(x_TD, parameters[1].shape[2])
 
         def run(spans: list[Span], grad_x_TD: Tensor) -> None:
-            for bundle in bundles(spans, weights.down_DF[0].shape[1], dtype.itemsize):
+            for bundle in bundles(spans, most):
                 rows = bundle.rows
                 tokens_n, weight_n = rows_by_expert.tokens_R[rows], weights_R[rows]
                 x_nD = gather_rows("x", x_TD, tokens_n, dtype)
@@ -262,7 +266,7 @@ class Experts(nn.Module):
         return self.get_parameter(self.up_name), self.down, up_bias, self.down_bias
 
     def uses_grouped_products(self, x_TD: Tensor) -> bool:
-        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere experts run one by one.
+        """Grouped products run on GPUs in bf16, with rows of whole 16 bytes; elsewhere each expert has its own.
 
         A dry run has no rows of single experts."""
         _, hidden, width = self.down.shape

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moesaic.cost.activations import value_bytes
 from moesaic.mesh.device import bf16_is_native
-from moesaic.model.expert_blocks import BYTES_PER_ELEMENTWISE_BLOCK, ROWS_PER_PRODUCT
+from moesaic.model.expert_blocks import BYTES_PER_ELEMENTWISE_BLOCK, ROWS_PER_PRODUCT, bundle_rows
 from moesaic.model.expert_memory import ELEMENTS_BETWEEN_ROWS
 from moesaic.spec.layout import Layout
 from moesaic.spec.model import ModelSpec, MoeSpec
@@ -29,7 +29,7 @@ class Resident:
     step: float
     """Tensors of a training step, as the planner counts them."""
     scratch: float
-    """What experts work in, at most: of every thread, with the most rows that one product takes."""
+    """What experts work in, at most: of every thread, with the most rows that are computed together."""
     copy: float
     """What a checkpoint is written from."""
     state: float
@@ -69,8 +69,8 @@ def resident(run: RunSpec, spec: ModelSpec, layout: Layout, threads: int) -> lis
 def scratch_bytes(
     moe: MoeSpec | None, hidden: int, rows: int, dtype: str = "fp32", *, etp: int = 1, again: bool = False
 ) -> int:
-    """What one thread works in for the experts of a block, if what it computes together has up to `rows` rows; 0
-    without experts.
+    """What one thread works in for the experts of a block, if one of them gets up to `rows` rows, and `top_k` of a
+    block as many times that; 0 without experts.
 
     Rows of inputs and of output gradients [D], of activations [F], of gradients of pre-activations [G], and of one
     result of the wider of D and F; pre-activations that a forward pass does not keep (`again`: backward runs it again).
@@ -80,9 +80,10 @@ def scratch_bytes(
         return 0
     width = moe.expert.width // etp
     up = width * (2 if moe.expert.gated else 1)
-    rows = min(rows, ROWS_PER_PRODUCT)
     wide = dtype == "bf16" and not bf16_is_native()
     size = 2 if dtype == "bf16" and not wide else 4
+    # Of one expert, or of several that are computed together.
+    rows = max(min(rows, ROWS_PER_PRODUCT), min(rows * moe.router.top_k, bundle_rows(width, hidden, size)))
     apart = ELEMENTS_BETWEEN_ROWS if up > width else 0
     numbers = rows * (2 * hidden + width + up + apart + max(hidden, width) + (up if again or wide else 0)) + width
     if wide:

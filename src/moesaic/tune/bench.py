@@ -20,7 +20,7 @@ from moesaic.mesh.device import bf16_is_native, device, free_host_memory_bytes
 from moesaic.mesh.group import Group
 from moesaic.model.kernels import compute_dtype
 from moesaic.spec.cluster import members_in_domain
-from moesaic.tune.modules import Calls, attention, experts
+from moesaic.tune.modules import Calls, attention, experts, norm
 
 Say = Callable[[str], None]
 
@@ -33,7 +33,7 @@ _LONG_SECONDS = 0.25
 _LEAST_SECONDS = 0.001
 """Shorter calls are timed several at once, since the clock and a wait for the device take their time too."""
 
-MODULES: dict[str, Callable[..., Calls]] = {"attention": attention, "experts": experts}
+MODULES: dict[str, Callable[..., Calls]] = {"attention": attention, "experts": experts, "norm": norm}
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
@@ -46,8 +46,8 @@ class Measurements:
     products: list[tuple[str, str, tuple[int, ...], str, float]] = field(default_factory=list)
     """(precision, kind, shape, product, seconds); kind `matmul` with (m, n, k) or `grouped` with (groups, m, n, k)."""
     modules: list[tuple[str, str, tuple[int, ...], str, float]] = field(default_factory=list)
-    """The same of `experts` with (experts, rows, width, hidden) and `attention` with (positions, heads, width), by
-    pass."""
+    """The same of `experts` with (experts, rows, width, hidden), `attention` with (positions, heads, width) and `norm`
+    with (tokens, hidden), by pass."""
     copies: list[tuple[str, int, float]] = field(default_factory=list)
     """(`memory` or `host`, bytes, seconds)."""
     launch_seconds: float = 0.0
@@ -89,15 +89,17 @@ class Plan:
         return sorted(shapes, key=math.prod)
 
     def module_shapes(self, kind: str) -> list[tuple[str, tuple[int, ...]]]:
-        """Shapes of attention cores and of experts, few rows and many; none on an accelerator, whose kernels' figures
-        are published. Weights of the experts are larger than a cache."""
+        """Shapes of norms, attention cores and experts, few rows and many; none on an accelerator, whose kernels'
+        figures are published. Weights of the experts are larger than a cache."""
         if kind != "cpu":
             return []
         cores = [(256, 8, 64), (1024, 8, 64)] + ([] if self.quick else [(512, 4, 128), (2048, 4, 128)])
         rows = [16, 128] if self.quick else [4, 16, 64, 128, 256]
         experts = [(16, each, 512, 512) for each in rows]
         experts += [] if self.quick else [(32, each, 256, 512) for each in (16, 64, 256)]
-        return [*(("experts", each) for each in experts), *(("attention", core) for core in cores)]
+        norms = [(256, 512)] if self.quick else [(256, 512), (1024, 512), (1024, 1024)]
+        shapes = {"norm": norms, "experts": experts, "attention": cores}
+        return [(kind, shape) for kind, several in shapes.items() for shape in several]
 
     def copy_bytes(self, kind: str) -> list[int]:
         """Bytes of the tensor that is copied."""
@@ -289,7 +291,7 @@ class Bench:
     def _modules(self) -> None:
         shapes = self.plan.module_shapes(self.here.kind)
         if shapes:
-            self.say("attention and experts")
+            self.say("norms, experts and attention")
         cases = [(precision, kind, shape) for kind, shape in shapes for precision in self.plan.precisions]
         for precision, kind, shape in self._each("modules", cases):
             calls = MODULES[kind](*shape, _TORCH[precision], self.here.torch_device)
@@ -377,7 +379,7 @@ class Bench:
             sent = self._tensor(group.size, size // dtype.itemsize // group.size, dtype=dtype)
             counts = [1] * group.size
             message = self.seconds(partial(collectives.all_to_all, sent, group, counts, counts), 0.1)
-            count = max(1, round(self._median_of_ranks(message) / one))
+            count = max(1, round(message / one))
 
             def products(count: int = count) -> None:
                 for _ in range(count):

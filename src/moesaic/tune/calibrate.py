@@ -122,15 +122,16 @@ def calibration_of(measured: Measurements) -> Calibration:
         row = [*map(float, shape), _rounded(speed / peaks[precision])]
         rates.setdefault(f"{kind}_{precision}_{product}", []).append(row)
     for precision, kind, shape, way, seconds in measured.modules:
-        share = _module_flops(kind, shape, way) / seconds / peaks[precision]
-        rates.setdefault(f"{kind}_{precision}_{way}", []).append([*map(float, shape), _rounded(share)])
+        work = _norm_bytes(precision, shape, way) if kind == "norm" else _module_flops(kind, shape, way)
+        speed = work / seconds if kind == "norm" else work / seconds / peaks[precision]
+        rates.setdefault(f"{kind}_{precision}_{way}", []).append([*map(float, shape), _rounded(speed)])
     for what, size, seconds in measured.copies:
         rates.setdefault(what, []).append([float(size), _rounded(size / seconds)])
     rates["launch"] = [[_rounded(measured.launch_seconds)]]
     rates |= _lines(measured)
     for size, members, message, products, both in measured.overlaps:
-        seconds = (_rounded(each) for each in (message, products, both))
-        rates.setdefault("overlap", []).append([float(size), float(members), *seconds])
+        row = [float(size), float(members), _rounded(message), _rounded(products), _rounded(both)]
+        rates.setdefault("overlap", []).append(row)
     rates = {name: sorted(rates[name]) for name in RATE_COLUMNS if name in rates}
     notes = [f"Skipped for want of time: {what}." for what in measured.skipped]
     if facts["core_share"] < _CROWDED:
@@ -256,6 +257,10 @@ def _module_flops(kind: str, shape: tuple[int, ...], way: str) -> float:
         return 6.0 * float(np.prod(shape)) * (2.0 if way == "backward" else 1.0)
     positions, heads, width = shape
     return 2.0 * heads * width * positions * (positions + 1) * (2.5 if way == "backward" else 1.0)
+
+
+def _norm_bytes(precision: str, shape: tuple[int, ...], way: str) -> float:
+    return (3.0 if way == "backward" else 2.0) * (2 if precision == "bf16" else 4) * float(np.prod(shape))
 
 
 def _rounded(value: float) -> float:

@@ -1,4 +1,4 @@
-"""Parts of the trainer that calibration times as they run in training: experts and the attention core."""
+"""Parts of the trainer that calibration times as they run in training: experts, the attention core and a norm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moesaic.model.attend import attend
 from moesaic.model.experts import Experts
+from moesaic.model.norms import RMSNorm
 from moesaic.spec.model import MlpSpec, MoeSpec, RouterSpec
 
 TOP_K = 2
@@ -33,6 +34,15 @@ def attention(positions: int, heads: int, width: int, dtype: torch.dtype, device
         lambda: attend(q, k, v, (positions,), scale=width**-0.5),
         lambda y: torch.autograd.grad(y, (q, k, v), grad),
     )
+
+
+def norm(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Calls:
+    """An RMS norm: what stands for all that is limited by memory and not by products."""
+    module = RMSNorm(hidden, eps=1e-6, dtype=dtype, device=device)
+    torch.nn.init.ones_(module.weight)
+    x_TD = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
+    grad_TD = torch.randn(tokens, hidden, device=device).to(dtype)
+    return Calls(lambda: module(x_TD), lambda y_TD: torch.autograd.grad(y_TD, (x_TD, module.weight), grad_TD))
 
 
 def experts(count: int, rows: int, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Calls:

@@ -44,6 +44,7 @@ RATE_COLUMNS: dict[str, tuple[str, ...]] = {
         for way in PASSES
     },
     **{f"attention_{peak}_{way}": ("positions", "heads", "width", "efficiency") for peak in PEAKS for way in PASSES},
+    **{f"norm_{peak}_{way}": ("tokens", "hidden", "bytes_per_second") for peak in PEAKS for way in PASSES},
     "memory": ("bytes", "bytes_per_second"),
     "host": ("bytes", "bytes_per_second"),
     "launch": ("seconds",),
@@ -57,9 +58,10 @@ three of 2·m·n·k FLOPs; `efficiency` is FLOP/s over the peak of P in the same
 matrices W at once, each with its own m rows. `experts_P_…` are the trainer's own gated experts, from tokens to their
 sums, with `rows` choices each: 6·experts·rows·width·hidden FLOPs forward, twice that backward. `attention_P_…` is a
 causal core of `heads` heads of one width over that many positions: 2·heads·width·positions·(positions + 1) FLOPs
-forward, 2.5 times that backward. `memory` moves that many bytes, reads and writes together; `host` copies them to the
-accelerator. `launch` is the time of an operation that has nothing to do. A collective over `size` ranks, of which the
-fewest that share a fast domain are `members`, takes latency_seconds + bytes/bytes_per_second, where bytes are
+forward, 2.5 times that backward. `norm_P_…` is the trainer's RMS norm, counted as 2·tokens·hidden values read and
+written forward, 3·tokens·hidden backward. `memory` moves that many bytes, reads and writes together; `host` copies them
+to the accelerator. `launch` is the time of an operation that has nothing to do. A collective over `size` ranks, of
+which the fewest that share a fast domain are `members`, takes latency_seconds + bytes/bytes_per_second, where bytes are
 those that one rank sends: for B bytes per rank before an all-gather B·(size−1); for B before a reduce-scatter or an
 all-to-all B·(size−1)/size; for an all-reduce of B twice that; for `send` B. `overlap` is an all-to-all alone, as many
 products as take about as long, and these while the all-to-all is under way."""
