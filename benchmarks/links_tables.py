@@ -116,14 +116,18 @@ def link_for_share(plain: float, limited: float, link: str, share: float) -> str
     return f"{max(1, round(bits(link) * added / wanted / 1e6))}mbit"
 
 
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """Where a line through points (x, difference), x ascending, passes zero first; None where it never does."""
+def crossing(points: Sequence[tuple[float, float]]) -> float:
+    """Where a line through points (x, difference), x ascending, passes zero first; where it never does, −∞ if it is
+    above zero everywhere and ∞ if it is below, NaN without points."""
     for (x0, d0), (x1, d1) in pairwise(points):
         if d0 == 0:
             return x0
         if d0 * d1 < 0:
             return x0 + (x1 - x0) * d0 / (d0 - d1)
-    return points[-1][0] if points and points[-1][1] == 0 else None
+    if not points:
+        return math.nan
+    x, last = points[-1]
+    return x if last == 0 else math.copysign(math.inf, -last)
 
 
 # ---------------------------------------------------------------- tables
@@ -191,9 +195,9 @@ def sweep_table(settings: Sequence[Setting]) -> str:
     return _lines([*header, "over Megatron-Core's alltoall"], rows, 5)
 
 
-def crossings(settings: Sequence[Setting]) -> Iterator[tuple[int, str, float | None, float | None]]:
+def crossings(settings: Sequence[Setting]) -> Iterator[tuple[int, str, float, float]]:
     """(ranks, link, measured, predicted): the top-k from which our all-gather is the faster of the two, in the layer
-    without overlap; None where one is faster for all."""
+    without overlap; −∞ where it is for all, ∞ where it is for none."""
     groups: dict[tuple[int, str], list[Setting]] = {}
     for setting in settings:
         if setting.work == "layer":
@@ -217,8 +221,10 @@ def crossings(settings: Sequence[Setting]) -> Iterator[tuple[int, str, float | N
 def crossing_table(settings: Sequence[Setting]) -> str:
     """Measured and predicted crossings."""
 
-    def text(value: float | None) -> str:
-        return "none" if value is None else f"{value:.1f}"
+    def text(value: float) -> str:
+        if math.isfinite(value):
+            return f"{value:.1f}"
+        return "-" if math.isnan(value) else "below all" if value < 0 else "above all"
 
     rows = [[str(ranks), link, text(found), text(said)] for ranks, link, found, said in crossings(settings)]
     return _lines(["ranks", "link", "measured crossing, top k", "predicted"], rows, 2)

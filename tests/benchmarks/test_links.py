@@ -43,7 +43,9 @@ def test_what_is_chosen_is_what_the_cost_model_says_is_fastest() -> None:
 
 def test_a_crossing_lies_where_the_line_through_two_points_is_zero() -> None:
     assert links_tables.crossing([(1, -1.0), (2, -1.0), (4, 3.0)]) == pytest.approx(2.5)
-    assert links_tables.crossing([(1, 1.0), (2, 2.0)]) is None
+    assert links_tables.crossing([(1, 1.0), (2, 2.0)]) == -math.inf
+    assert links_tables.crossing([(1, -2.0), (2, -1.0)]) == math.inf
+    assert math.isnan(links_tables.crossing([]))
     assert links_tables.crossing([(1, 1.0), (2, 0.0)]) == 2
     one, two = "moesaic alltoall", "moesaic allgather"
     layers = [

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class Plan:
         experts = [(16, each, 512, 512) for each in rows]
         experts += [] if self.quick else [(32, each, 256, 512) for each in (16, 64, 256)]
         norms = [(256, 512)] if self.quick else [(256, 512), (1024, 512), (1024, 1024)]
-        shapes = {"norm": norms, "experts": experts, "attention": cores}
+        shapes: dict[str, Sequence[tuple[int, ...]]] = {"norm": norms, "experts": experts, "attention": cores}
         return [(kind, shape) for kind, several in shapes.items() for shape in several]
 
     def copy_bytes(self, kind: str) -> list[int]:
