@@ -79,7 +79,7 @@ def test_chunks_are_chosen_for_a_cluster_and_taken_where_they_are_named() -> Non
     work, cluster = Workload(asked.model_spec(), 4096, 64), cluster_of(asked.cluster, WORLD)
     (choice,) = choose_chunks(work, layout, cluster, rates_for(cluster, Stack("moesaic")))
     assert layout.chunks(64) == choice.chunks
-    assert f"layers of 64 experts (2048 rows each) in {choice.chunks} chunks" in note and "inside_chunks" in note
+    assert "layers of 64 experts (2048 rows each)" in note and choice.why() in note and "inside_chunks" in note
     assert replace(layout, overlap=()).chunks(64) == 1
     with pytest.raises(SpecError, match="inside_chunks is 0"):
         chosen_layout(run({"inside_chunks": 0}), asked.model_spec(), WORLD, 8)
