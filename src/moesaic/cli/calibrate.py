@@ -83,7 +83,7 @@ def _show(found: Calibration) -> None:
         (f"One product per group: {unit}", _products(found, "grouped", bool(gpu))),
         ("Copies: bytes read and written", _copies(found)),
         ("Collectives: seconds = latency + bytes sent / bandwidth", _messages(found)),
-        ("All-to-all under products: milliseconds, and what is lost of what could be hidden", _overlaps(found)),
+        ("All-to-all under products: ms, and the share lost of what could hide", _overlaps(found)),
     )
     for title, table in parts:
         if table.row_count:
