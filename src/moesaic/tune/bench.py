@@ -369,11 +369,10 @@ class Bench:
     def _overlaps(self, groups: list[tuple[Group, int]]) -> None:
         """An all-to-all of each group under as many products as take about as long: their copies, and what drives them,
         want the same cores (on a GPU streaming multiprocessors and memory) as the products."""
-        dtype = _TORCH[self.plan.precisions[0]]
-        rows, width = (256, 512) if self.here.kind == "cpu" else (2048, 4096)
-        x, w = self._tensor(rows, width, dtype=dtype), self._tensor(width, width, dtype=dtype)
-        out = x @ w
-        one = self.seconds(lambda: torch.mm(x, w, out=out), 0.05)
+        precision = self.plan.precisions[0]
+        dtype, (rows, width) = _TORCH[precision], (256, 512) if self.here.kind == "cpu" else (2048, 4096)
+        product = self._matmul(precision, rows, width, width)["forward"]
+        one = self.seconds(product, 0.05)
         cases = [(size, group, members) for size in self.plan.hidden_bytes(self.here.kind) for group, members in groups]
         for size, group, members in self._each("messages under products", cases):
             sent = self._tensor(group.size, size // dtype.itemsize // group.size, dtype=dtype)
@@ -383,7 +382,7 @@ class Bench:
 
             def products(count: int = count) -> None:
                 for _ in range(count):
-                    torch.mm(x, w, out=out)
+                    product()
 
             def both(
                 sent: Tensor = sent, group: Group = group, counts: list[int] = counts, run: Any = products
